@@ -9,16 +9,20 @@ from hybrid.generation.scoring import Scores, padded_forward
 from hybrid.inference.auto_tp import LayerPolicy
 from hybrid.inference.engine import InferenceEngine, init_inference
 from hybrid.initialize import initialize
-from hybrid.rollout import RolloutBatch, SamplingParams
+from hybrid.rollout import EnvironmentLimits, Observation, RolloutBatch, SamplingParams, StopAfter, UnfinishedRows
 
 __all__ = [
+    "EnvironmentLimits",
     "HybridEngine",
     "HybridRollout",
     "InferenceEngine",
     "LayerPolicy",
+    "Observation",
     "RolloutBatch",
     "SamplingParams",
     "Scores",
+    "StopAfter",
+    "UnfinishedRows",
     "build_rollout",
     "init_inference",
     "initialize",

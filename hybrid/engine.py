@@ -31,6 +31,7 @@ from hybrid.generation.block_pool import BlockPool
 from hybrid.generation.generate import Route, require_token_ids
 from hybrid.generation.generator import Generator
 from hybrid.generation.hf_cache import KVCache
+from hybrid.generation.rollout_batch import RolloutCall
 from hybrid.generation.sampler import Seeds
 from hybrid.generation.scoring import Scores
 from hybrid.memory_plan import MemoryPlan, MemoryPlanner, free_bytes
@@ -39,7 +40,7 @@ from hybrid.models.spec import UnsupportedModel
 from hybrid.models.structure import generating_part
 from hybrid.parallel import InferenceGroup, engine_name, lost_rank_reported
 from hybrid.profiling import Profiler
-from hybrid.rollout import RolloutBatch, SamplingParams
+from hybrid.rollout import EnvironmentLimits, RolloutBatch, SamplingParams, StopAfter, UnfinishedRows
 from hybrid.weights.export import save_pretrained
 from hybrid.weights.lend import Window
 from hybrid.weights.lora import read_adapters
@@ -586,41 +587,61 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
 
     def rollout(
         self,
-        prompt_ids: torch.Tensor,
-        prompt_mask: torch.Tensor,
+        prompt_ids: torch.Tensor | None,
+        prompt_mask: torch.Tensor | None,
         sampling: SamplingParams,
         num_generations: int = 1,
         adapters: bool | None = None,
         row_ids: torch.Tensor | None = None,
         max_new_tokens: torch.Tensor | None = None,
+        environment: Any = None,
+        environment_limits: EnvironmentLimits | None = None,
+        stop_after: StopAfter | None = None,
+        resume: UnfinishedRows | None = None,
         **model_inputs: Any,
     ) -> RolloutBatch:
         """Completions of prompts, with the logprobs of the sampled tokens.
 
         prompt_ids, prompt_mask: [rows, prompt_len], left padded; ids of any integer dtype, a mask of any dtype, on any
-            device. A rank may have 0 rows. The returned batch is on the model's device, its ids and masks int64.
+            device. A rank may have 0 rows. The returned batch is on the model's device, its ids and masks int64. None
+            with `resume`: no new prompts.
         num_generations: completions per prompt, at least 1.
         adapters: None uses the model's active adapters; False samples from the base model.
         row_ids: integers [rows] that key the sampling RNG, unique over all ranks' prompts: with the same ids a rollout
             does not depend on the world size. None numbers the rows of each rank in a range of its own.
         max_new_tokens: integers [rows], of each prompt's completions, at most `sampling.max_new_tokens`; None: that for
             all.
-        Raises, before any weight is gathered: TypeError or ValueError for invalid prompts, row ids or limits, a model
-        without `generate`, a sequence longer than `max_out_tokens`, or one that memory limits do not allow;
-        NotImplementedError for an encoder-decoder and for `model_inputs`.
+        environment: answers the rows' turns, so that they have several; an object with two methods, each plain (called
+            in a thread) or a coroutine. `reset(row, prompt_ids)` gives the token ids of the row's prompt, or None for
+            the given one; `step(row, completion_ids)` gets the tokens sampled in a turn, int64 [n] on the host, and
+            gives an Observation. row: prompts × generations. While one row's environment works, the others decode.
+            What raises ends its row, and is in the batch's `finish_reason` and `errors`.
+        environment_limits: None: EnvironmentLimits().
+        stop_after: stops the rows that are left once so many are done; they come back as the batch's `unfinished`.
+        resume: rows of an earlier rollout to go on with, before the new ones; with their sampling keys and limits.
+        Raises, before any weight is gathered: TypeError or ValueError for invalid prompts, row ids, limits or
+        environments, a model without `generate`, a sequence longer than `max_out_tokens`, or one that memory limits do
+        not allow; NotImplementedError for an encoder-decoder, for `model_inputs`, and for an environment together with
+        `stop_after` or `resume`; and, if the model runs in its own layers, for each of the three.
         """
         require_token_ids(self._builder.info, model_inputs, "rollout")
+        call = RolloutCall(
+            prompt_ids,
+            prompt_mask,
+            sampling,
+            num_generations,
+            row_ids,
+            max_new_tokens,
+            environment,
+            environment_limits,
+            stop_after,
+            resume,
+        )
+        return self._rollout(call, adapters)
+
+    def _rollout(self, call: RolloutCall, adapters: bool | None) -> RolloutBatch:
         with self._call(adapters):
-            return self._generator.rollout(
-                prompt_ids,
-                prompt_mask,
-                sampling,
-                num_generations,
-                adapters,
-                row_ids,
-                self._snapshot.weights.number(),
-                max_new_tokens,
-            )
+            return self._generator.rollout(call, adapters, self._snapshot.weights.number())
 
     def score(
         self,

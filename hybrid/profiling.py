@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from hybrid.parallel import SharedCounter, rank
 
 # gather: all-gathers of partitioned weights.  merge: adapters into weights.  prefill, decode: forwards over prompts and
-# over new tokens.  wait: for other ranks, where ranks decode together.  release: freeing memory, and offloading and
-# reloading training states.  train: forward, backward and step in train mode.
-PHASES = ("gather", "merge", "prefill", "decode", "wait", "release", "train")
+# over new tokens.  environment: nothing can decode until an environment answers.  wait: for other ranks, where ranks
+# decode together.  release: freeing memory, and offloading and reloading training states.  train: forward, backward and
+# step in train mode.
+PHASES = ("gather", "merge", "prefill", "decode", "environment", "wait", "release", "train")
 
 Phase = Callable[[str], AbstractContextManager]  # times its block under one of PHASES
 

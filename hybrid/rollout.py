@@ -148,6 +148,58 @@ def pad_token_id(model: Any, ends: list[int]) -> int:
 
 
 @dataclass(frozen=True)
+class StopAfter:
+    """When a rollout ends before all of its rows are done. Give one of the three, at least 1.
+
+    rows: so many rows are done.  groups: all generations of so many prompts are.  rows_per_group: so many generations
+        of each prompt are.
+    """
+
+    rows: int | None = None
+    groups: int | None = None
+    rows_per_group: int | None = None
+
+    def __post_init__(self):
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        if len(given) != 1 or min(given.values()) < 1:
+            raise ValueError(f"StopAfter: {given} given; it must be one of rows, groups, rows_per_group, at least 1")
+
+
+@dataclass(frozen=True)
+class UnfinishedRows:
+    """Rows of a rollout that were stopped before they were done; `rollout(resume=...)` goes on with them, under the
+    weights of that time.
+
+    prompt_ids, prompt_mask: int64 [rows, prompt_len], left padded.
+    completion_ids, completion_mask: int64 [rows, n], what was sampled so far, right padded.
+    logps: float32 [3, rows, n]: sampling, old, raw, as in RolloutBatch.
+    weight_versions: int64 [rows, n], of the weights that sampled each token.
+    sampling_keys: int64 [rows], with which they go on: under the same weights, to the tokens without the stop.
+    limits: int64 [rows], the most new tokens.  groups: int64 [rows], equal for generations of one prompt.
+    row_index: int64 [rows], which row of the stopped call each is.
+    """
+
+    prompt_ids: torch.Tensor
+    prompt_mask: torch.Tensor
+    completion_ids: torch.Tensor
+    completion_mask: torch.Tensor
+    logps: torch.Tensor
+    weight_versions: torch.Tensor
+    sampling_keys: torch.Tensor
+    limits: torch.Tensor
+    groups: torch.Tensor
+    row_index: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids)
+
+    def select_rows(self, rows: list[int]) -> "UnfinishedRows":
+        """The given rows."""
+        tensors = {name: value[rows] for name, value in vars(self).items() if name != "logps"}
+        return replace(self, logps=self.logps[:, rows], **tensors)
+
+
+@dataclass(frozen=True)
 class RolloutBatch:
     """Completions of prompts. Rows are prompts × generations, a prompt's generations next to each other.
 
@@ -161,9 +213,20 @@ class RolloutBatch:
         trainer computes under this name, the old policy in PPO's ratio. `engine.score` recomputes it; with
         `rollout.weight_dtype: int8` it gives the trainer's, while these are of the int8 policy.
     raw_per_token_logps: the same shape, under softmax(logits), the raw model; vLLM's "raw_logprobs".
-    finish_reason: for each row, "stop" if it has an end token, else "length".
-    weight_version: version of the weights that sampled.
+    finish_reason: for each row, "stop" if it has an end token, or its environment was done; "length"; "turns" for
+        EnvironmentLimits.max_turns; "environment_error" and "environment_timeout" if the environment raised, or did not
+        answer in time.
+    weight_version: version of the weights, the latest that sampled.
     timings: this rank's seconds by phase and number of tokens.
+    row_index: int64 [rows], which row of the call each is: prompts × generations, after those of `resume`. Rows of
+        `unfinished` are missing; a row that forked is there once for each fork, in order.
+    weight_versions: int64 [rows, completion_len], of the weights that sampled each token; 0 where masked.
+    observation_mask: int64 [rows, completion_len], 1 for an environment's tokens, where completion_mask is 0.
+    turn_ids: int64 [rows, completion_len], the turn, from 0, of each token, its observation included; -1 for padding.
+    turn_rewards, turn_seconds: for each row, the environment's reward after each turn (None without one), and the
+        seconds of its step.
+    errors: for each row, what its environment raised; "" for nothing.
+    unfinished: rows that were stopped by `stop_after`, for `resume`; None without any.
     """
 
     prompt_ids: torch.Tensor
@@ -176,6 +239,14 @@ class RolloutBatch:
     finish_reason: list[str]
     weight_version: int
     timings: dict[str, float] = field(default_factory=dict)
+    row_index: torch.Tensor | None = None
+    weight_versions: torch.Tensor | None = None
+    observation_mask: torch.Tensor | None = None
+    turn_ids: torch.Tensor | None = None
+    turn_rewards: list[list[float | None]] = field(default_factory=list)
+    turn_seconds: list[list[float]] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    unfinished: "UnfinishedRows | None" = None
 
     def first_rows(self, count: int) -> "RolloutBatch":
         """A batch of the first `count` rows."""
@@ -183,8 +254,13 @@ class RolloutBatch:
 
     def select_rows(self, rows: list[int]) -> "RolloutBatch":
         """A batch of the given rows, repeats allowed."""
-        tensors = {name: value[rows] for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        return replace(self, finish_reason=[self.finish_reason[row] for row in rows], **tensors)
+        by_row = {name: value[rows] for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        lists = {name: value for name, value in vars(self).items() if isinstance(value, list) and value}
+        return replace(self, **by_row, **{name: [value[row] for row in rows] for name, value in lists.items()})
+
+    def renumbered(self, rows: list[int]) -> "RolloutBatch":
+        """The batch whose row `i` of the call is row `rows[i]` of another."""
+        return replace(self, row_index=torch.tensor(rows, device=self.row_index.device)[self.row_index])
 
     @property
     def sequences(self) -> torch.Tensor:
@@ -193,8 +269,12 @@ class RolloutBatch:
 
     @property
     def attention_mask(self) -> torch.Tensor:
-        """The mask of `sequences`, padded on both sides.  int64 [rows, prompt_len + completion_len]"""
-        return torch.cat([self.prompt_mask, self.completion_mask], dim=1)
+        """The mask of `sequences`, padded on both sides; 1 for observations.  int64 [rows, prompt_len +
+        completion_len]"""
+        completion = self.completion_mask
+        if self.observation_mask is not None:
+            completion = completion | self.observation_mask
+        return torch.cat([self.prompt_mask, completion], dim=1)
 
 
 def check_prompts(prompt_ids: Any, prompt_mask: Any, name: str = "prompt_ids") -> None:

@@ -41,11 +41,12 @@ class RowOutcome:
 
     reason: "stop", "length", "turns" (EnvironmentLimits.max_turns), "environment_error", "environment_timeout", or
         "unfinished": enough other rows had finished.  error: what the environment raised.
-    turns: since the latest fork.
+    turns: since the latest fork.  prompt_ids: int64 [n] on the host, of the latest fork; None: the row's own.
     """
 
     reason: str = "unfinished"
     error: str = ""
+    prompt_ids: torch.Tensor | None = None
     turns: list[Turn] = field(default_factory=list)
     forks: list[Fork] = field(default_factory=list)
 
@@ -79,6 +80,12 @@ class Completions:
         """`count` rows from `first` on."""
         by_row = {own.name: getattr(self, own.name) for own in fields(self)}
         return replace(self, **{name: t[first : first + count] for name, t in by_row.items() if t is not None})
+
+    def select(self, rows: list[int]) -> "Completions":
+        """The given rows."""
+        by_row = {name: value[rows] for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        outcomes = None if self.outcomes is None else [self.outcomes[row] for row in rows]
+        return replace(self, **by_row, outcomes=outcomes)
 
     def cut(self, limits: torch.Tensor, pad_token_id: int) -> "Completions":
         """The same, each row no longer than its limit, int64 [rows]."""
@@ -136,6 +143,10 @@ class CompletionBuffers:
         self.ids[rows, self.prompt_len + positions] = tokens
         self.logps[:, rows, positions] = logps
 
+    def tokens_of(self, row: int, begin: int, end: int) -> torch.Tensor:
+        """Tokens of a row's completion, int64 [end - begin], as a copy on the host."""
+        return self.ids[row, self.prompt_len + begin : self.prompt_len + end].cpu().clone()
+
     def extend(self, row: int, begin: int, token_ids: list[int]) -> None:
         """Write tokens that were not sampled to a row's completion, from position `begin` on."""
         at = self.prompt_len + begin
@@ -143,9 +154,9 @@ class CompletionBuffers:
 
     def fork(self, row: int, length: int, turns: list[Turn]) -> Fork:
         """What a row has, up to `length` tokens of its completion."""
-        tokens = self.ids[row, self.padding[row] : self.prompt_len + length].cpu()
+        tokens = self.ids[row, self.padding[row] : self.prompt_len + length].cpu().clone()
         prompt, completion = tokens.split([len(tokens) - length, length])
-        return Fork(prompt, completion, self.logps[:, row, :length].cpu(), turns)
+        return Fork(prompt, completion, self.logps[:, row, :length].cpu().clone(), turns)
 
     def restart(self, row: int, prompt_ids: list[int]) -> None:
         """Give a row another prompt and no completion."""

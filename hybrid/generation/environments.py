@@ -115,9 +115,7 @@ class EnvironmentCalls:
             if running.deadline is not None and running.deadline <= now:
                 running.cancel()
                 seconds = self.limits.step_timeout_s
-                ended.append(
-                    Stepped(running.row, None, f"timeout: no answer within {seconds} s", seconds, timed_out=True)
-                )
+                ended.append(Stepped(running.row, None, f"no answer within {seconds} s", seconds, timed_out=True))
                 del self.running[number]
         self._start()
         return ended

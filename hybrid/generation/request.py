@@ -11,7 +11,7 @@ from transformers.generation import logits_process as processes
 from transformers.generation.streamers import BaseStreamer
 
 from hybrid.generation.sampler import SamplingMetadata
-from hybrid.rollout import EnvironmentLimits, SamplingParams
+from hybrid.rollout import EnvironmentLimits
 
 # Arguments of a decoding method that the fused decoder supports (transformers 5.23).
 SUPPORTED = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
@@ -61,6 +61,10 @@ class Begun:
     tokens: torch.Tensor
     lengths: list[int]
     logps: torch.Tensor
+
+    def select(self, rows: list[int]) -> "Begun":
+        """The given rows."""
+        return Begun(self.tokens[rows], [self.lengths[row] for row in rows], self.logps[:, rows])
 
     @classmethod
     def nothing(cls, prompt_ids: torch.Tensor) -> "Begun":
@@ -161,38 +165,6 @@ class Request:
     def longest(self) -> int:
         """The most tokens of a row, prompt and completion."""
         return max(self.prompt_lengths, default=0) + self.max_new_tokens
-
-
-def rollout_request(
-    params: SamplingParams,
-    prompt_ids: torch.Tensor,
-    prompt_mask: torch.Tensor,
-    sampling_keys: torch.Tensor,
-    stop_token_ids: list[int],
-    pad_token_id: int,
-    limits: torch.Tensor | None = None,
-) -> Request:
-    """The request of a rollout.  prompt_ids, prompt_mask: int64 [rows, prompt_len], each prompt once per generation;
-    limits: int64 [rows]."""
-    greedy = not params.temperature
-    truncations = () if greedy else (params.top_k, params.top_p, params.min_p)
-    metadata = SamplingMetadata(
-        params.temperature,
-        *truncations,
-        repetition_penalty=params.repetition_penalty,
-        min_new_tokens=params.min_new_tokens,
-    )
-    return Request(
-        prompt_ids=prompt_ids,
-        prompt_lengths=prompt_mask.sum(dim=1).tolist(),
-        sampling_keys=sampling_keys,
-        max_new_tokens=params.max_new_tokens,
-        stop_token_ids=torch.tensor(stop_token_ids, dtype=torch.int64, device=prompt_ids.device),
-        pad_token_id=pad_token_id,
-        sampling_metadata=metadata,
-        logprob_temperature=params.temperature or 1.0,
-        limits=limits,
-    )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from hybrid.generation.completions import CompletionBuffers, Completions, RowOut
 from hybrid.generation.draws import TokenDraws
 from hybrid.generation.environments import EnvironmentLoop, Stepped
 from hybrid.generation.model_runner import ModelRunner, prefill
-from hybrid.generation.request import Request
+from hybrid.generation.request import Quota, Request
 from hybrid.generation.sampler import SamplerOutput, mixed, of_all_rows, sample_tokens, selective_log_softmax
 from hybrid.parallel import InferenceGroup
 from hybrid.profiling import Phase
@@ -66,17 +66,25 @@ def group_by_prompt(
 
 @dataclass
 class OpenQuota:
-    """A Quota that is not reached yet.  groups: the rows of each that have not ended.  left: groups that must end."""
+    """A Quota that is not reached yet.
 
-    groups: list[set[int]]
+    group_of: for each row that has not ended, those of its group.  left: groups that must still end.
+    """
+
+    group_of: dict[int, set[int]]
     left: int
+
+    @classmethod
+    def of(cls, quota: Quota) -> "OpenQuota":
+        """A quota of which no row has ended."""
+        return cls({row: rows for rows in map(set, quota.groups) for row in rows}, quota.count)
 
     def end(self, row: int) -> None:
         """A row has ended."""
-        for group in self.groups:
-            if row in group:
-                group.remove(row)
-                self.left -= not group
+        group = self.group_of.pop(row, None)
+        if group is not None:
+            group.remove(row)
+            self.left -= not group
 
 
 class Checked(NamedTuple):
@@ -125,8 +133,6 @@ class Scheduler:
         self.num_scheduler_steps = num_scheduler_steps or usual
         self.environment, self.on_end = environment, on_end
         self.outcomes = [RowOutcome() for _ in request.prompt_lengths]
-        for row, failure in request.failures.items():
-            self.outcomes[row] = RowOutcome(*failure)
         device = decoder.device
         self.runner = ModelRunner(decoder, block_pool, request.longest)
         self.buffers = CompletionBuffers(request, device, slack=self.num_scheduler_steps)
@@ -140,8 +146,11 @@ class Scheduler:
         self.steps_left = request.max_new_tokens
         self.max_blocks: list[int] = []  # by running sequence: the most blocks that it may need
         self.waiting: list[SequenceGroup] = []
-        self.quotas = [OpenQuota([set(group) for group in quota.groups], quota.count) for quota in request.quotas]
+        self.quotas = [OpenQuota.of(quota) for quota in request.quotas]
         self.ended: list[int] = []  # rows, since the last call of `on_end`
+        for row, failure in request.failures.items():
+            self.outcomes[row].error = failure.error
+            self.end_row(row, failure.reason)
 
     def run(self) -> Completions:
         """Decode all rows."""
@@ -410,7 +419,7 @@ class Scheduler:
 
     def stop_unneeded(self) -> None:
         """Stop the rows of quotas that are reached: they stay unfinished, with the tokens that they have."""
-        stopped = {row for quota in self.quotas if quota.left <= 0 for group in quota.groups for row in group}
+        stopped = {row for quota in self.quotas if quota.left <= 0 for row in quota.group_of}
         self.quotas = [quota for quota in self.quotas if quota.left > 0]
         if not stopped:
             return
@@ -434,9 +443,7 @@ class Scheduler:
         if self.environment is None or not (sequence.has_stopped or length < self.row_limits[row]):
             self.end_row(row, "stop" if sequence.has_stopped else "length")
             return
-        begin = self.turn_begin(row)
-        completion_ids = self.buffers.ids[row, self.buffers.prompt_len :][begin:length].cpu()
-        self.environment.submit(row, completion_ids)
+        self.environment.submit(row, self.buffers.tokens_of(row, self.turn_begin(row), length))
 
     def turn_begin(self, row: int) -> int:
         """Where a row's current turn begins in its completion."""
@@ -499,7 +506,7 @@ class Scheduler:
                 "min_new_tokens is not available on this device; leave them out, or append to the history"
             )
         outcome.forks.append(self.buffers.fork(row, length, outcome.turns))
-        outcome.turns = []
+        outcome.turns, outcome.prompt_ids = [], torch.tensor(prompt_ids, dtype=torch.int64)
         self.buffers.restart(row, prompt_ids)
         self.buffers.lengths[row] = 0
         limit = min(self.row_limits[row], request.longest - len(prompt_ids))
