@@ -34,6 +34,7 @@ from hybrid.generation.hf_cache import KVCache
 from hybrid.generation.rollout_batch import RolloutCall
 from hybrid.generation.sampler import Seeds
 from hybrid.generation.scoring import Scores
+from hybrid.generation.stream import Stream, TokenStreamer
 from hybrid.memory_plan import MemoryPlan, MemoryPlanner, free_bytes
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.spec import UnsupportedModel
@@ -598,6 +599,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         environment_limits: EnvironmentLimits | None = None,
         stop_after: StopAfter | None = None,
         resume: UnfinishedRows | None = None,
+        on_rows: Callable[[RolloutBatch], None] | None = None,
         **model_inputs: Any,
     ) -> RolloutBatch:
         """Completions of prompts, with the logprobs of the sampled tokens.
@@ -619,6 +621,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         environment_limits: None: EnvironmentLimits().
         stop_after: stops the rows that are left once so many are done; they come back as the batch's `unfinished`.
         resume: rows of an earlier rollout to go on with, before the new ones; with their sampling keys and limits.
+        on_rows: called, between decode steps, with rows that are done. `rollout_iter` gives them in a loop.
         Raises, before any weight is gathered: TypeError or ValueError for invalid prompts, row ids, limits or
         environments, a model without `generate`, a sequence longer than `max_out_tokens`, or one that memory limits do
         not allow; NotImplementedError for an encoder-decoder, for `model_inputs`, and for an environment together with
@@ -636,12 +639,48 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
             environment_limits,
             stop_after,
             resume,
+            on_rows,
         )
-        return self._rollout(call, adapters)
-
-    def _rollout(self, call: RolloutCall, adapters: bool | None) -> RolloutBatch:
         with self._call(adapters):
             return self._generator.rollout(call, adapters, self._snapshot.weights.number())
+
+    def rollout_iter(self, *args: Any, adapters: bool | None = None, **kwargs: Any) -> Stream[RolloutBatch]:
+        """`rollout`, with the same arguments, whose rows come as they finish: `for row in engine.rollout_iter(...)`, or
+        `async for`.
+
+        Each item is a RolloutBatch of one row (and of its forks, if it has any), with its `row_index`. The rollout goes
+        on in a thread meanwhile, so that rewards can be computed while others decode; this thread's next calls of the
+        engine wait for its end. The stream's `output()` is what `rollout` returns. If its iteration ends early,
+        `close()` the stream, or use it in a `with`.
+        Raises what `rollout` raises, from the iteration.
+        """
+
+        def run(put: Callable[[RolloutBatch], None]) -> RolloutBatch:
+            given: set[int] = set()
+
+            def give_rows(batch: RolloutBatch) -> None:
+                index = batch.row_index.tolist()
+                for row in dict.fromkeys(index):
+                    if row not in given:
+                        given.add(row)
+                        put(batch.select_rows([at for at, of_row in enumerate(index) if of_row == row]))
+
+            whole = self.rollout(*args, adapters=adapters, on_rows=give_rows, **kwargs)
+            give_rows(whole)
+            return whole
+
+        return Stream(run, self.call_lock, self.device, stops=not self.in_step)
+
+    def generate_stream(self, *args: Any, **kwargs: Any) -> Stream[torch.Tensor]:
+        """`generate`, with the same arguments, whose tokens come as they are drawn: int64 [rows] for each step, padding
+        after a row's end. The stream's `output()` is what `generate` returns.
+
+        Rows are decoded in lockstep: for many rows `rollout_iter` is faster.
+        """
+        stops = not self.in_step
+        return Stream(
+            lambda put: self.generate(*args, streamer=TokenStreamer(put), **kwargs), self.call_lock, self.device, stops
+        )
 
     def score(
         self,
