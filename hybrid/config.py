@@ -61,6 +61,8 @@ class RolloutConfig(Block):
     enable_prefix_caching: keep the keys and values of ended sequences in the KV cache until their room is needed or the
         weights change, for sequences that begin with the same tokens: the next turn of a conversation computes only
         what is new. Tokens and logprobs are those without it, on CPUs to the bit. vLLM's name.
+    prefix_cache_bytes: bytes by which the KV cache is larger than a request needs, for sequences that have ended: of a
+        rollout that ends with more rows than it decodes at once, and beside other requests, as many stay.
     memory_limit: bytes that inference may add to what a rank holds for training: snapshot, KV cache, logits,
         activations. A request that cannot fit raises ValueError. None: no limit; "auto" then uses the memory that is
         free when the engine is built.
@@ -87,6 +89,7 @@ class RolloutConfig(Block):
     kv_cache_bytes: int | None = Field(None, gt=0)
     max_num_seqs: int = Field(256, gt=0, alias="max_slots")
     enable_prefix_caching: bool = True
+    prefix_cache_bytes: int = Field(0, ge=0)
     memory_limit: int | None = Field(None, gt=0)
     sync_interval: int = Field(1, gt=0)
     containers: Literal["fused", "native"] = "fused"

@@ -218,12 +218,12 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
     def _make_block_pool(self) -> BlockPool:
         """The KV cache's block pool, limited by `kv_cache_bytes` and by what `memory_limit` leaves."""
         settings, left = self._rollout_settings, self._planner.kv_limit()
-        caches = settings.enable_prefix_caching
+        caching = {"caches_prefixes": settings.enable_prefix_caching, "extra_bytes": settings.prefix_cache_bytes}
         if left is None or (settings.kv_cache_bytes is not None and settings.kv_cache_bytes <= left):
-            return BlockPool(settings.kv_step, settings.kv_cache_bytes, free_bytes=free_bytes, caches_prefixes=caches)
+            return BlockPool(settings.kv_step, settings.kv_cache_bytes, free_bytes=free_bytes, **caching)
         name = f"rollout.memory_limit={self._planner.limit}"
         plan = lambda: f"\n{self.memory_plan(1, 0, self._settings.max_out_tokens)}"  # noqa: E731
-        return BlockPool(settings.kv_step, left, name, plan, free_bytes, caches)
+        return BlockPool(settings.kv_step, left, name, plan, free_bytes, **caching)
 
     def _make_generator(self) -> Generator:
         settings = self._rollout_settings
@@ -750,9 +750,11 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
 
     def stats(self) -> dict[str, float | str]:
         """This rank's statistics since the last `eval()`: seconds by phase (`gather_s`, `merge_s`, `prefill_s`,
-        `decode_s`, `wait_s`, `release_s`, `train_s`, `elapsed_s`), `tokens` generated, `tokens_per_s` of prefill,
-        decode and wait together, and `gathered_bytes`; `refresh_s`: seconds of gathering and merging, the most of the
-        ranks that share weights (`inference_tp_size`) as of their latest request. Memory held now: `snapshot_bytes`,
+        `decode_s`, `environment_s` (nothing could decode until an environment answered), `wait_s`, `release_s`,
+        `train_s`, `elapsed_s`), `tokens` generated, `prefilled_tokens` and `cached_tokens` of prompts (computed, and
+        found in the KV cache; of all ranks that decode one batch), `tokens_per_s` of prefill, decode and wait together,
+        and `gathered_bytes`; `refresh_s`: seconds of gathering and merging, the most of the ranks that share weights
+        (`inference_tp_size`) as of their latest request. Memory held now: `snapshot_bytes`,
         `container_bytes` (copies that fused containers made in addition) and `kv_bytes`. `peak_bytes`: the sum of the
         peaks of the snapshot with one gathered group, the containers, the KV cache and the fused decoder's largest
         forward. `fallback_reason`: why the latest request that could not run fused ran in the model's own layers, and

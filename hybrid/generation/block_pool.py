@@ -28,6 +28,7 @@ class BlockPool:
     explain: gives text that is appended to `require_room`'s error message.
     free_bytes: gives the bytes of free memory, which bound what `reserve_call` reserves.
     caches_prefixes: whether blocks are kept for sequences that begin alike.
+    extra_bytes: for them, beyond what a call needs.
 
     Block 0 is never allocated: the padding rows of a CUDA graph write there.
     """
@@ -40,8 +41,9 @@ class BlockPool:
         explain: Callable[[], str] = str,
         free_bytes: Callable[[], float] = lambda: math.inf,
         caches_prefixes: bool = True,
+        extra_bytes: int = 0,
     ):
-        self.step, self.caches_prefixes = step, caches_prefixes
+        self.step, self.caches_prefixes, self.extra_bytes = step, caches_prefixes, extra_bytes
         self.limit_bytes = limit_bytes
         self.limit_name, self.explain, self.free_bytes = limit_name, explain, free_bytes
         self.kv: PagedKV | None = None
@@ -50,6 +52,7 @@ class BlockPool:
         self.ref_counts: list[int] = []  # reference count of each block
         self.prefix_cache = PrefixCache()
         self.evictable: dict[int, None] = {}  # cached blocks without references, the least recently used first
+        self.prefilled_tokens = self.reused_tokens = 0  # of this call's sequences: computed, and found
         self.affordable_bytes: float | None = None  # the least `free_bytes` of ranks that decode one batch
         self.peak_bytes = 0
 
@@ -64,6 +67,7 @@ class BlockPool:
         if self.kv is not None and self.kv.kind != block.kind:
             self.release()
         self.make, self.block_bytes = make, block.nbytes
+        self.prefilled_tokens = self.reused_tokens = 0
         self._forget(self.prefix_cache.use(weights))
         referenced = [block for block, count in enumerate(self.ref_counts) if count]
         self.ref_counts = [0] * self.capacity
@@ -81,6 +85,7 @@ class BlockPool:
         call needs more, `allocate` grows it again. Old and new are held together for one layer's keys or values.
         """
         assert not self.num_used, "blocks are in use before they are reserved"
+        num_blocks += self.extra_bytes // self.block_bytes
         wanted = self._rounded(num_blocks + 1)
         if wanted > self.capacity:
             free = self.free_bytes() if self.affordable_bytes is None else self.affordable_bytes
@@ -211,6 +216,15 @@ class BlockPool:
             return None
         return token_ids[: (full + 1) * BLOCK_SIZE].numpy().tobytes()
 
+    def same_blocks(self, token_ids: torch.Tensor) -> list[int]:
+        """The cached full blocks that a sequence, int64 [n], begins with, with a reference to each: for a caller that
+        computes their content again, to the same values, and so needs no others."""
+        if not self.caches_prefixes:
+            return []
+        blocks = self.prefix_cache.match(token_ids.cpu())[0]
+        self.ref(blocks)
+        return blocks
+
     def reuse(self, token_ids: torch.Tensor) -> tuple[list[int], int]:
         """Blocks, with a reference to each, that hold the longest known begin of a sequence, int64 [n], without its
         last token, whose logits are needed; and how many tokens they hold. The last one, if it is not full, is a copy:
@@ -228,7 +242,10 @@ class BlockPool:
             assert own == [partial], "the block that was just freed is allocated first"
         else:
             own, common = [], 0
-        return blocks + own, len(blocks) * BLOCK_SIZE + common
+        reused = len(blocks) * BLOCK_SIZE + common
+        self.reused_tokens += reused
+        self.prefilled_tokens += len(token_ids) - reused
+        return blocks + own, reused
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
         """Copy the content of block `sources[i]` to block `targets[i]`."""

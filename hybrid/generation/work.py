@@ -62,6 +62,7 @@ class Resources:
         try:
             yield TimedDecoder(decoder, self.times) if self.times is not None and self.times.enabled else decoder
         finally:
+            self.profiler.prefilled(self.block_pool.prefilled_tokens, self.block_pool.reused_tokens)
             self.block_pool.end_call()
 
     def shared(self, decoder: AnyDecoder) -> Shared:
