@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from transformers import GenerationConfig
 
 from hybrid.inputs import is_integer
@@ -254,9 +255,36 @@ class RolloutBatch:
 
     def select_rows(self, rows: list[int]) -> "RolloutBatch":
         """A batch of the given rows, repeats allowed."""
-        by_row = {name: value[rows] for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        by_row = {name: value[rows] for name, value in self.tensors().items()}
         lists = {name: value for name, value in vars(self).items() if isinstance(value, list) and value}
         return replace(self, **by_row, **{name: [value[row] for row in rows] for name, value in lists.items()})
+
+    def padded(self, prompt_len: int, completion_len: int, pad_token_id: int = 0) -> "RolloutBatch":
+        """The same with prompts padded on the left, and what is of completions on the right, to these widths."""
+        fills = {"prompt_ids": pad_token_id, "completion_ids": pad_token_id, "turn_ids": -1}
+        wider = {}
+        for name, tensor in self.tensors(2).items():
+            of_prompt = name.startswith("prompt_")
+            more = (prompt_len if of_prompt else completion_len) - tensor.shape[1]
+            wider[name] = F.pad(tensor, (more, 0) if of_prompt else (0, more), value=fills.get(name, 0))
+        return replace(self, **wider)
+
+    @staticmethod
+    def cat(batches: "Sequence[RolloutBatch]", pad_token_id: int = 0) -> "RolloutBatch":
+        """The rows of batches, one after the other, padded to equal widths; what is not of rows is the first one's."""
+        widths = [max(getattr(batch, name).shape[1] for batch in batches) for name in ("prompt_ids", "completion_ids")]
+        batches = [batch.padded(*widths, pad_token_id) for batch in batches]
+        joined: dict[str, Any] = {
+            name: torch.cat([getattr(batch, name) for batch in batches]) for name in batches[0].tensors()
+        }
+        for name in (name for name, value in vars(batches[0]).items() if isinstance(value, list)):
+            joined[name] = [item for batch in batches for item in getattr(batch, name)]
+        return replace(batches[0], **joined)
+
+    def tensors(self, dim: int | None = None) -> dict[str, torch.Tensor]:
+        """The tensors by name, of so many dimensions; the first is that of the rows."""
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        return {name: value for name, value in tensors.items() if dim in (None, value.dim())}
 
     def renumbered(self, rows: list[int]) -> "RolloutBatch":
         """The batch whose row `i` of the call is row `rows[i]` of another."""

@@ -11,7 +11,6 @@ import torch
 from deepspeed.runtime.rollout import RolloutRequest, SamplingConfig
 
 from hybrid.config import Refusal, refuse, unsupported
-from hybrid.generation.rollout_batch import joined_batches
 from hybrid.parallel import own_row_ids
 from hybrid.rollout import RolloutBatch, SamplingParams, end_token_ids, pad_token_id
 
@@ -156,7 +155,7 @@ def joined(batches: Sequence[RolloutBatch]) -> RolloutBatch:
         replace(batch, row_index=batch.row_index + first) for batch, first in zip(batches, firsts, strict=False)
     ]
     timings = {name: sum(batch.timings[name] for batch in batches) for name in batches[0].timings}
-    return replace(joined_batches(numbered), timings=timings)
+    return replace(RolloutBatch.cat(numbered), timings=timings)
 
 
 def profile(batch: RolloutBatch, samples: int, total_s: float) -> dict[str, float]:

@@ -341,7 +341,7 @@ def with_forks(batch: RolloutBatch, outcomes: list[RowOutcome]) -> RolloutBatch:
     if not any(outcome.forks for outcome in outcomes):
         return batch
     forks = [(row, fork) for row, outcome in enumerate(outcomes) for fork in outcome.forks]
-    joined = joined_batches([fork_batch(batch, forks), batch])
+    joined = RolloutBatch.cat([fork_batch(batch, forks), batch])
     order = sorted(range(len(joined.prompt_ids)), key=lambda index: (int(joined.row_index[index]), index))
     return joined.select_rows(order)
 
@@ -374,28 +374,3 @@ def fork_batch(batch: RolloutBatch, forks: list[tuple[int, Fork]]) -> RolloutBat
         turn_seconds=[[turn.seconds for turn in fork.turns] for _, fork in forks],
         **{name: own * sampled for name, own in zip(names, logps, strict=True)},
     )
-
-
-def widened(batch: RolloutBatch, prompt_len: int, width: int) -> RolloutBatch:
-    """A batch whose prompts have `prompt_len` and whose completions `width` columns."""
-    by_prompt = {name: padded_left(getattr(batch, name), prompt_len) for name in ("prompt_ids", "prompt_mask")}
-    by_token = {
-        name: F.pad(value, (0, width - value.shape[1]), value=-1 if name == "turn_ids" else 0)
-        for name, value in vars(batch).items()
-        if isinstance(value, torch.Tensor) and value.dim() == 2 and name not in by_prompt
-    }
-    return replace(batch, **by_prompt, **by_token)
-
-
-def joined_batches(batches: list[RolloutBatch]) -> RolloutBatch:
-    """The rows of batches as one, padded to equal widths; all else is the first one's."""
-    prompt_len = max(batch.prompt_ids.shape[1] for batch in batches)
-    width = max(batch.completion_ids.shape[1] for batch in batches)
-    batches = [widened(batch, prompt_len, width) for batch in batches]
-    joined: dict[str, Any] = {}
-    for name, value in vars(batches[0]).items():
-        if isinstance(value, torch.Tensor):
-            joined[name] = torch.cat([getattr(batch, name) for batch in batches])
-        elif isinstance(value, list):
-            joined[name] = [item for batch in batches for item in getattr(batch, name)]
-    return replace(batches[0], **joined)
