@@ -115,6 +115,10 @@ class RolloutBatch:
     finish_reason: for each row, "stop" if it has an end token, else "length".
     weight_version: version of the weights that sampled.
     timings: this rank's seconds by phase and number of tokens.
+    router_indices: with `rollout.return_router_indices`, the experts that each token of `sequences` was routed to, for
+        `replay_routing`: int16 [rows, prompt_len + completion_len, layers with experts, experts per token], in host
+        memory, the expert with the largest weight first. -1 at padding and at a row's last token, which sampling does
+        not run through the model. Otherwise None.
     """
 
     prompt_ids: torch.Tensor
@@ -127,6 +131,7 @@ class RolloutBatch:
     finish_reason: list[str]
     weight_version: int
     timings: dict[str, float] = field(default_factory=dict)
+    router_indices: torch.Tensor | None = None
 
     def first_rows(self, count: int) -> "RolloutBatch":
         """A batch of the first `count` rows."""

@@ -30,10 +30,21 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class PagedKV:
-    """Keys and values of every layer, in blocks of BLOCK_SIZE tokens, laid out by the decoder that allocates them."""
+    """Keys and values of every layer, in blocks of BLOCK_SIZE tokens, laid out by the decoder that allocates them.
+
+    router_indices: int16 [blocks, BLOCK_SIZE, layers with experts, experts per token], the experts that each token was
+        routed to, the one with the largest weight first; None if they are not recorded. Rows that share a block share
+        them, as they share its keys and values.
+    """
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
+    router_indices: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors, each with a leading dimension of blocks."""
+        return [*self.keys, *self.values, *([] if self.router_indices is None else [self.router_indices])]
 
     @property
     def num_blocks(self) -> int:
@@ -43,23 +54,23 @@ class PagedKV:
     @property
     def kind(self) -> object:
         """Shapes, dtypes and devices of every layer's blocks: blocks of equal kind can be copied to each other."""
-        return [(tensor.shape[1:], tensor.dtype, tensor.device) for tensor in (*self.keys, *self.values)]
+        return [(tensor.shape[1:], tensor.dtype, tensor.device) for tensor in self.tensors]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all blocks."""
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def take_over(self, before: "PagedKV") -> None:
         """Copy `before`, which has fewer blocks, into the first blocks."""
-        for own, other in zip((*self.keys, *self.values), (*before.keys, *before.values), strict=True):
+        for own, other in zip(self.tensors, before.tensors, strict=True):
             own[: before.num_blocks].copy_(other)
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
         """Copy the content of block `sources[i]` to block `targets[i]`."""
         device = self.keys[0].device
         source, target = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
-        for tensor in (*self.keys, *self.values):
+        for tensor in self.tensors:
             tensor[target] = tensor[source]
 
 

@@ -31,6 +31,7 @@ from hybrid.generation.generate import (
 from hybrid.generation.hf_cache import KVCache
 from hybrid.generation.lockstep import NativeForward, Outputs, in_lockstep
 from hybrid.generation.request import GenerateInputs, Request, rollout_request
+from hybrid.generation.routing import padded_router_indices
 from hybrid.generation.sampler import Seeds, stream_keys, wrapped
 from hybrid.generation.scheduler import Completions
 from hybrid.generation.scoring import Scores
@@ -64,6 +65,7 @@ class Generator:
     key_range: number of the range of row ids of this rank's prompts; None: the rank.
     seed_group: ranks that use the first one's seed.
     times: times the forwards of fused decoders if it is enabled.
+    return_router_indices: whether rollouts give the experts of each token.
     info, model, calls, expands: see `attach`.
     """
 
@@ -80,6 +82,7 @@ class Generator:
     key_range: int | None = None
     seed_group: InferenceGroup | None = None
     times: ModelTimes | None = None
+    return_router_indices: bool = False
     info: ModelInfo = field(init=False)
     model: nn.Module = field(init=False)
     calls: Calls = field(init=False)
@@ -248,15 +251,16 @@ class Generator:
             limits = max_new_tokens.to(ids.device, torch.int64).repeat_interleave(num_generations)
         pad = pad_token_id(self.model, stop_token_ids)
         request = rollout_request(params, ids, mask, keys, stop_token_ids, pad, limits)
+        request = replace(request, return_router_indices=self.return_router_indices)
         self.block_pool.require_room([request.longest], self._block_bytes())
         if not self._block_bytes():
             self.require_memory(len(ids), ids.shape[1] + params.max_new_tokens)
         with self.calls.request(adapters, request.longest, decodes=True) as decoder:
             if decoder is None:
                 config = params.generation_config(self.model, num_generations=1)
-                done = self.calls.compute(
-                    None, NativeWork(ids, mask, keys, config, logprob_temperature=request.logprob_temperature)
-                )
+                more = {"logprob_temperature": request.logprob_temperature}
+                more["return_router_indices"] = self.return_router_indices
+                done = self.calls.compute(None, NativeWork(ids, mask, keys, config, **more))
                 done = done if limits is None else done.cut(limits, pad)
             else:
                 done = self._complete(request, decoder)
@@ -366,6 +370,9 @@ def rollout_batch(
     """The RolloutBatch of a request's completions."""
     mask = torch.arange(done.tokens.shape[1], device=prompt_mask.device) < done.lengths[:, None]
     has_ended = torch.isin(done.tokens.gather(1, done.lengths[:, None] - 1)[:, 0], request.stop_token_ids)
+    router_indices = done.router_indices
+    if router_indices is not None:
+        router_indices = padded_router_indices(router_indices, prompt_mask, done.lengths, done.tokens.shape[1])
     return RolloutBatch(
         prompt_ids=request.prompt_ids,
         prompt_mask=prompt_mask,
@@ -377,4 +384,5 @@ def rollout_batch(
         finish_reason=["stop" if is_end else "length" for is_end in has_ended.tolist()],
         weight_version=weight_version,
         timings=timings,
+        router_indices=router_indices,
     )

@@ -63,6 +63,7 @@ class Request:
     processors: change scores [n, vocab] before sampling; their rows, int64 [n], index the request, and have ids [n,
         tokens] of one length. None: no processors.
     logprob_temperature: the temperature of `Completions.old_logps`.
+    return_router_indices: whether completions have the experts of each token.
     """
 
     prompt_ids: torch.Tensor
@@ -75,6 +76,7 @@ class Request:
     processors: Processors | None = None
     logprob_temperature: float = 1.0
     limits: torch.Tensor | None = None
+    return_router_indices: bool = False
 
     def limits_of_rows(self) -> torch.Tensor:
         """The most new tokens of each row, int64 [rows]."""

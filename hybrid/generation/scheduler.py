@@ -13,6 +13,7 @@ from hybrid.generation.block_pool import BlockPool, blocks_for
 from hybrid.generation.draws import TokenDraws
 from hybrid.generation.model_runner import ModelRunner, prefill
 from hybrid.generation.request import Request
+from hybrid.generation.routing import RoutedRows
 from hybrid.generation.sampler import SamplerOutput, of_all_rows, sample_tokens, selective_log_softmax
 from hybrid.parallel import InferenceGroup
 from hybrid.profiling import Phase
@@ -32,6 +33,7 @@ class Completions:
         processors and truncation.
     old_logps, raw_logps: the same under the model's own logits, at the request's temperature and at 1.
     The logprobs are None if they were not asked for.
+    router_indices: by row, as RoutedRows gives them; None if they were not asked for.
     """
 
     tokens: torch.Tensor
@@ -39,6 +41,7 @@ class Completions:
     sampling_logps: torch.Tensor | None = None
     old_logps: torch.Tensor | None = None
     raw_logps: torch.Tensor | None = None
+    router_indices: list[torch.Tensor] | None = None
 
     def rows(self, first: int, count: int) -> "Completions":
         """`count` rows from `first` on."""
@@ -130,6 +133,7 @@ class Scheduler:
         # As of the last check: until a running sequence reaches its limit; where steps go on after ends, until all do.
         self.steps_left = new
         self.max_blocks: list[int] = []  # by running sequence: the most blocks that it may need
+        self.routed = RoutedRows() if request.return_router_indices else None
 
     def run(self) -> Completions:
         """Decode all rows."""
@@ -144,7 +148,8 @@ class Scheduler:
                     self.decode()
         new = self.request.max_new_tokens
         tokens = self.ids[:, self.prompt_len : self.prompt_len + new]
-        return Completions(tokens, self.lengths.to(tokens.device), *self.logps[:, :, :new])
+        router_indices = None if self.routed is None else self.routed.in_order()
+        return Completions(tokens, self.lengths.to(tokens.device), *self.logps[:, :, :new], router_indices)
 
     def max_blocks_in_use(self) -> int:
         """The most blocks that are in use at once, in whatever order sequences end.
@@ -353,7 +358,11 @@ class Scheduler:
         if len(stay) == len(rows):
             return
         ended = [index for index, done in enumerate(is_done) if done]
-        self.clear_after([rows[index] for index in ended], [lengths[index] for index in ended], steps)
+        ended_rows, ended_lengths = ([of_all[index] for index in ended] for of_all in (rows, lengths))
+        self.clear_after(ended_rows, ended_lengths, steps)
+        if self.routed is not None:
+            totals = [self.request.prompt_lengths[row] + n for row, n in zip(ended_rows, ended_lengths, strict=True)]
+            self.routed.read(self.block_pool.kv, ended_rows, [self.runner.blocks[index] for index in ended], totals)
         self.runner.keep(stay)
         staying = torch.tensor(stay, dtype=torch.int64, device=self.rows.device)
         self.rows, self.positions, self.latest_tokens = (
