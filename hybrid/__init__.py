@@ -2,6 +2,7 @@
 
 from hybrid.compat.install import install, installed, uninstall
 from hybrid.compat.rollout_engine import HybridRollout, build_rollout
+from hybrid.decoders.routers import replay_routing
 from hybrid.engine import HybridEngine
 from hybrid.generation.numerics import sampling_metrics
 from hybrid.generation.sampler import selective_log_softmax
@@ -29,6 +30,7 @@ __all__ = [
     "install",
     "installed",
     "padded_forward",
+    "replay_routing",
     "sampling_metrics",
     "selective_log_softmax",
     "uninstall",

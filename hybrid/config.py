@@ -82,6 +82,10 @@ class RolloutConfig(Block):
         extra `flashinfer`), in prefill, and in decode steps that are not CUDA graphs; "auto", FlashInfer where it is
         installed and has what the model needs, else ours. "flashinfer" raises ValueError where "auto" takes ours. The
         default is "triton" because the two have not been compared on a device.
+    return_router_indices: rollouts of a mixture of experts give the experts of each token,
+        `RolloutBatch.router_indices`, for `replay_routing` in training (vLLM's `enable_return_routed_experts`). Two
+        bytes for each token, layer and chosen expert, in the KV cache and, in host memory, in the batch: 768 per token
+        with 48 layers and 8 experts each.
     """
 
     keep_snapshot: bool = True
@@ -97,6 +101,7 @@ class RolloutConfig(Block):
     offload_states: bool = False
     weight_dtype: Literal["model", "int8"] = "model"
     attention_backend: Literal["auto", "triton", "flashinfer"] = "triton"
+    return_router_indices: bool = False
 
 
 BLOCKS: dict[str, type[Block]] = {"hybrid_engine": HybridEngineConfig, "rollout": RolloutConfig}

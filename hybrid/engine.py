@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache
 
-from hybrid.build import Builder, Mode, attention_refusals, int8_refusals
+from hybrid.build import Builder, Mode, attention_refusals, int8_refusals, router_refusals
 from hybrid.call_lock import CallLock, with_call_lock
 from hybrid.config import HybridEngineConfig, Refusal, RolloutConfig, refuse
 from hybrid.decoders.calls import Calls, SharedCalls
@@ -70,6 +70,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         # Read again below: DeepSpeed casts the model, and a decoder's constants depend on the dtype (Gemma).
         info = ModelInfo(generating_part(model))
         refuse(int8_refusals(info, *blocks))
+        refuse(router_refusals(info, blocks[1]))
         require_divisible_heads(info, blocks[0].inference_tp_size)
         mpu_group = group_of_mpu(kwargs.get("mpu"), blocks[0].inference_tp_size)
         super().__init__(args, model, **kwargs)
@@ -237,6 +238,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
             max_out_tokens=self._settings.max_out_tokens,
             require_memory=self._require_memory,
             runs_other_methods=True,
+            return_router_indices=settings.return_router_indices,
         )
 
     # ---------------------------------------------------------------- modes

@@ -228,6 +228,10 @@ class RolloutBatch:
         seconds of its step.
     errors: for each row, what its environment raised; "" for nothing.
     unfinished: rows that were stopped by `stop_after`, for `resume`; None without any.
+    router_indices: with `rollout.return_router_indices`, the experts that each token of `sequences` was routed to, for
+        `replay_routing`: int16 [rows, prompt_len + completion_len, layers with experts, experts per token], in host
+        memory, the expert with the largest weight first. -1 at padding and at a row's last token, which sampling does
+        not run through the model. Otherwise None. Of tokens before `resume` those of the new weights.
     """
 
     prompt_ids: torch.Tensor
@@ -248,6 +252,7 @@ class RolloutBatch:
     turn_seconds: list[list[float]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     unfinished: "UnfinishedRows | None" = None
+    router_indices: torch.Tensor | None = None
 
     def first_rows(self, count: int) -> "RolloutBatch":
         """A batch of the first `count` rows."""
@@ -262,7 +267,10 @@ class RolloutBatch:
     def padded(self, prompt_len: int, completion_len: int, pad_token_id: int = 0) -> "RolloutBatch":
         """The same with prompts padded on the left, and what is of completions on the right, to these widths."""
         fills = {"prompt_ids": pad_token_id, "completion_ids": pad_token_id, "turn_ids": -1}
-        wider = {}
+        wider: dict[str, torch.Tensor] = {}
+        if self.router_indices is not None:
+            left, right = prompt_len - self.prompt_ids.shape[1], completion_len - self.completion_ids.shape[1]
+            wider["router_indices"] = F.pad(self.router_indices, (0, 0, 0, 0, left, right), value=-1)
         for name, tensor in self.tensors(2).items():
             of_prompt = name.startswith("prompt_")
             more = (prompt_len if of_prompt else completion_len) - tensor.shape[1]

@@ -41,10 +41,21 @@ class KVWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class PagedKV:
-    """Keys and values of every layer, in blocks of BLOCK_SIZE tokens, laid out by the decoder that allocates them."""
+    """Keys and values of every layer, in blocks of BLOCK_SIZE tokens, laid out by the decoder that allocates them.
+
+    router_indices: int16 [blocks, BLOCK_SIZE, layers with experts, experts per token], the experts that each token was
+        routed to, the one with the largest weight first; None if they are not recorded. Rows that share a block share
+        them, as they share its keys and values.
+    """
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
+    router_indices: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors, each with a leading dimension of blocks."""
+        return [*self.keys, *self.values, *([] if self.router_indices is None else [self.router_indices])]
 
     @property
     def num_blocks(self) -> int:
@@ -54,37 +65,36 @@ class PagedKV:
     @property
     def kind(self) -> object:
         """Shapes, dtypes and devices of every layer's blocks: blocks of equal kind can be copied to each other."""
-        return [(tensor.shape[1:], tensor.dtype, tensor.device) for tensor in (*self.keys, *self.values)]
+        return [(tensor.shape[1:], tensor.dtype, tensor.device) for tensor in self.tensors]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all blocks."""
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def growth_bytes(self) -> int:
         """The most bytes that `grown` holds beside the larger storage: one tensor."""
-        return max(tensor.nbytes for tensor in (*self.keys, *self.values))
+        return max(tensor.nbytes for tensor in self.tensors)
 
     def grown(self, num_blocks: int) -> "PagedKV":
         """More blocks, the first of which have the content of these. This storage is freed tensor by tensor as it is
         copied, and must not be used any more, also after an error."""
 
-        def grow(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-            larger = []
-            while tensors:
-                tensor = tensors.pop(0)
-                larger.append(tensor.new_empty(num_blocks, *tensor.shape[1:]))
-                larger[-1][: len(tensor)].copy_(tensor)
-            return larger
+        def larger(tensor: torch.Tensor) -> torch.Tensor:
+            grown = tensor.new_empty(num_blocks, *tensor.shape[1:])
+            grown[: len(tensor)].copy_(tensor)
+            return grown
 
-        return PagedKV(grow(self.keys), grow(self.values))
+        router_indices = None if self.router_indices is None else larger(self.router_indices)
+        keys, values = ([larger(own.pop(0)) for _ in range(len(own))] for own in (self.keys, self.values))
+        return PagedKV(keys, values, router_indices)
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
         """Copy the content of block `sources[i]` to block `targets[i]`."""
         device = self.keys[0].device
         source, target = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
-        for tensor in (*self.keys, *self.values):
+        for tensor in self.tensors:
             tensor[target] = tensor[source]
 
 

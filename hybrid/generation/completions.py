@@ -1,7 +1,7 @@
 """The completions of a request's rows: as they are decoded, and when they are done."""
 
 from dataclasses import dataclass, field, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -33,6 +33,7 @@ class Fork:
     tokens: torch.Tensor
     logps: torch.Tensor
     turns: list[Turn]
+    router_indices: torch.Tensor | None = None
 
 
 @dataclass
@@ -67,6 +68,7 @@ class Completions:
     old_logps, raw_logps: the same under the model's own logits, at the request's temperature and at 1.
     The logprobs are None if they were not asked for.
     outcomes: of each row; None where rows end by a stop token or their limit alone.
+    router_indices: by row, as RoutedRows gives them; None if they were not asked for.
     """
 
     tokens: torch.Tensor
@@ -75,6 +77,7 @@ class Completions:
     old_logps: torch.Tensor | None = None
     raw_logps: torch.Tensor | None = None
     outcomes: list[RowOutcome] | None = None
+    router_indices: list[torch.Tensor] | None = None
 
     def rows(self, first: int, count: int) -> "Completions":
         """`count` rows from `first` on."""
@@ -83,9 +86,13 @@ class Completions:
 
     def select(self, rows: list[int]) -> "Completions":
         """The given rows."""
-        by_row = {name: value[rows] for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        outcomes = None if self.outcomes is None else [self.outcomes[row] for row in rows]
-        return replace(self, **by_row, outcomes=outcomes)
+        by_row: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor):
+                by_row[name] = value[rows]
+            elif isinstance(value, list):
+                by_row[name] = [value[row] for row in rows]
+        return replace(self, **by_row)
 
     def cut(self, limits: torch.Tensor, pad_token_id: int) -> "Completions":
         """The same, each row no longer than its limit, int64 [rows]."""

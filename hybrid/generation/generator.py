@@ -6,7 +6,7 @@ own forward in lockstep.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -66,6 +66,7 @@ class Generator:
     key_range: number of the range of row ids of this rank's prompts; None: the rank.
     seed_group: ranks that use the first one's seed.
     times: times the forwards of fused decoders if it is enabled.
+    return_router_indices: whether rollouts give the experts of each token.
     info, model, calls, expands: see `attach`.
     """
 
@@ -82,6 +83,7 @@ class Generator:
     key_range: int | None = None
     seed_group: InferenceGroup | None = None
     times: ModelTimes | None = None
+    return_router_indices: bool = False
     info: ModelInfo = field(init=False)
     model: nn.Module = field(init=False)
     calls: Calls = field(init=False)
@@ -232,6 +234,7 @@ class Generator:
         self._require_max_out_tokens(rows.prompt_ids.shape[1], call.most_new_tokens)
         stop_token_ids = end_token_ids(self.model, params.stop_token_ids)
         request = rollout_request(params, rows, stop_token_ids, pad_token_id(self.model, stop_token_ids), call)
+        request = replace(request, return_router_indices=self.return_router_indices)
         self.block_pool.require_room([request.longest], self._block_bytes())
         if not self._block_bytes():
             self.require_memory(len(rows), request.prompt_ids.shape[1] + request.max_new_tokens)
@@ -271,9 +274,13 @@ class Generator:
                 f"{self.calls.fused.reasons.last}"
             )
         config = call.params.generation_config(self.model, num_generations=1)
-        temperature = request.logprob_temperature
         work = NativeWork(
-            rows.prompt_ids, rows.prompt_mask, rows.sampling_keys, config, logprob_temperature=temperature
+            rows.prompt_ids,
+            rows.prompt_mask,
+            rows.sampling_keys,
+            config,
+            logprob_temperature=request.logprob_temperature,
+            return_router_indices=request.return_router_indices,
         )
         return self.calls.compute(None, work).cut(rows.limits, request.pad_token_id)
 

@@ -106,6 +106,7 @@ class Request:
     logprob_temperature: the temperature of `Completions.old_logps`.
     begun: what rows already have; None: nothing.  quotas: of disjoint rows.
     environment_limits: of rows with an environment; None: they have none.  failures: of rows that cannot begin.
+    return_router_indices: whether completions have the experts of each token.
     """
 
     prompt_ids: torch.Tensor
@@ -122,6 +123,7 @@ class Request:
     quotas: tuple[Quota, ...] = ()
     environment_limits: EnvironmentLimits | None = None
     failures: dict[int, Failure] = field(default_factory=dict)
+    return_router_indices: bool = False
 
     def limits_of_rows(self) -> torch.Tensor:
         """The most new tokens of each row, int64 [rows]."""

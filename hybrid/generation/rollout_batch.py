@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from hybrid.generation.completions import Completions, Fork, RowOutcome
 from hybrid.generation.environments import Stepped, reset_rows
 from hybrid.generation.request import Begun, Failure, Quota, Request
+from hybrid.generation.routing import padded_router_indices
 from hybrid.generation.sampler import SamplingMetadata
 from hybrid.inputs import as_ids, as_mask
 from hybrid.rollout import (
@@ -287,6 +288,7 @@ def rollout_batch(
         turn_rewards=[[turn.reward for turn in outcome.turns] for outcome in outcomes],
         turn_seconds=[[turn.seconds for turn in outcome.turns] for outcome in outcomes],
         errors=[outcome.error for outcome in outcomes],
+        router_indices=padded_router_indices(done.router_indices, rows.prompt_mask, done.lengths, width),
     )
     stopped = [row for row, outcome in enumerate(outcomes) if outcome.reason == "unfinished"]
     if stopped:
@@ -356,13 +358,13 @@ def fork_batch(batch: RolloutBatch, forks: list[tuple[int, Fork]]) -> RolloutBat
     turn_ids, observed = turns_of([RowOutcome(turns=fork.turns) for _, fork in forks], mask)
     sampled = mask * ~observed
     logps = torch.stack([F.pad(fork.logps, (0, width - len(fork.tokens))) for _, fork in forks], dim=1).to(device)
+    masks = [padded_left(torch.ones_like(fork.prompt_ids), prompt_len) for _, fork in forks]
+    prompt_mask, routed = torch.stack(masks).to(device), [fork.router_indices for _, fork in forks]
     names = "sampling_per_token_logps", "old_per_token_logps", "raw_per_token_logps"
     return replace(
         batch.select_rows(rows),
         prompt_ids=torch.stack([padded_left(fork.prompt_ids, prompt_len) for _, fork in forks]).to(device),
-        prompt_mask=torch.stack([padded_left(torch.ones_like(fork.prompt_ids), prompt_len) for _, fork in forks]).to(
-            device
-        ),
+        prompt_mask=prompt_mask,
         completion_ids=torch.stack([F.pad(fork.tokens, (0, width - len(fork.tokens))) for _, fork in forks]).to(device),
         completion_mask=sampled,
         observation_mask=mask * observed,
@@ -373,4 +375,5 @@ def fork_batch(batch: RolloutBatch, forks: list[tuple[int, Fork]]) -> RolloutBat
         turn_rewards=[[turn.reward for turn in fork.turns] for _, fork in forks],
         turn_seconds=[[turn.seconds for turn in fork.turns] for _, fork in forks],
         **{name: own * sampled for name, own in zip(names, logps, strict=True)},
+        router_indices=padded_router_indices(routed, prompt_mask, lengths, width),
     )

@@ -18,6 +18,7 @@ from hybrid.generation.draws import TokenDraws
 from hybrid.generation.environments import EnvironmentLoop, Stepped
 from hybrid.generation.model_runner import ModelRunner, prefill
 from hybrid.generation.request import Quota, Request
+from hybrid.generation.routing import RoutedRows
 from hybrid.generation.sampler import SamplerOutput, mixed, of_all_rows, sample_tokens, selective_log_softmax
 from hybrid.parallel import InferenceGroup
 from hybrid.profiling import Phase
@@ -145,6 +146,7 @@ class Scheduler:
         # As of the last check: until a running sequence reaches its limit; where steps go on after ends, until all do.
         self.steps_left = request.max_new_tokens
         self.max_blocks: list[int] = []  # by running sequence: the most blocks that it may need
+        self.routed = RoutedRows() if request.return_router_indices else None
         self.waiting: list[SequenceGroup] = []
         self.quotas = [OpenQuota.of(quota) for quota in request.quotas]
         self.ended: list[int] = []  # rows, since the last call of `on_end`
@@ -168,7 +170,12 @@ class Scheduler:
                         self.admit()
                 if len(self.runner):
                     self.decode()
-        return self.buffers.completions(self.outcomes)
+        return self.completions()
+
+    def completions(self) -> Completions:
+        """All rows, as far as they are."""
+        router_indices = None if self.routed is None else self.routed.in_order(len(self.outcomes))
+        return replace(self.buffers.completions(self.outcomes), router_indices=router_indices)
 
     @property
     def num_away(self) -> int:
@@ -405,11 +412,13 @@ class Scheduler:
         leave = sorted(set(range(len(self.rows))) - set(stay))
         rows = self.rows[leave].tolist()
         self.buffers.end(rows, lengths, steps)
-        if self.block_pool.caches_prefixes:
-            # The latest token has not been run through the model.
-            computed = self.buffers.contexts(rows, [length - 1 for length in lengths])
-            for index, token_ids in zip(leave, computed, strict=True):
-                self.block_pool.insert(token_ids, self.runner.blocks[index][: blocks_for(len(token_ids))])
+        # The latest token has not been run through the model.
+        computed = self.buffers.contexts(rows, [length - 1 for length in lengths])
+        blocks = [self.runner.blocks[index] for index in leave]
+        for token_ids, own in zip(computed, blocks, strict=True):
+            self.block_pool.insert(token_ids, own[: blocks_for(len(token_ids))])
+        if self.routed is not None:
+            self.routed.read(self.block_pool.kv, rows, blocks, [len(token_ids) + 1 for token_ids in computed])
         self.runner.keep(stay)
         staying = torch.tensor(stay, dtype=torch.int64, device=self.rows.device)
         self.rows, self.positions, self.latest_tokens = (
@@ -461,7 +470,7 @@ class Scheduler:
         """Call `on_end` with the rows that have ended since the last call."""
         ended, self.ended = self.ended, []
         if ended and self.on_end is not None:
-            self.on_end(ended, self.buffers.completions(self.outcomes))
+            self.on_end(ended, self.completions())
 
     def receive(self) -> None:
         """Take the steps that environments have made; wait for one if no row can decode."""
@@ -505,7 +514,8 @@ class Scheduler:
                 "an environment that rewrites the history (Observation.prompt_ids) with repetition_penalty or "
                 "min_new_tokens is not available on this device; leave them out, or append to the history"
             )
-        outcome.forks.append(self.buffers.fork(row, length, outcome.turns))
+        routed = None if self.routed is None else self.routed.rows[row]
+        outcome.forks.append(replace(self.buffers.fork(row, length, outcome.turns), router_indices=routed))
         outcome.turns, outcome.prompt_ids = [], torch.tensor(prompt_ids, dtype=torch.int64)
         self.buffers.restart(row, prompt_ids)
         self.buffers.lengths[row] = 0

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.decoders.group_work import OwnError, Work
+from hybrid.decoders.routers import recorded_routing
 from hybrid.generation.block_pool import BlockPool
 from hybrid.generation.completions import Completions
 from hybrid.generation.environments import EnvironmentLoop
@@ -21,6 +22,7 @@ from hybrid.generation.generate import TimedDecoder, hugging_face_generate
 from hybrid.generation.hf_cache import KVCache
 from hybrid.generation.lockstep import FusedForward, NativeForward, Outputs, in_lockstep
 from hybrid.generation.request import Begun, GenerateInputs, Request
+from hybrid.generation.routing import rows_of_calls
 from hybrid.generation.scheduler import Scheduler
 from hybrid.generation.scoring import Scores, score_natively, score_packed
 from hybrid.profiling import ModelTimes, Profiler
@@ -103,7 +105,8 @@ class CompletionWork(Work):
     def key(self) -> Hashable:
         request = self.request
         settings = request.max_new_tokens, request.pad_token_id, request.sampling_metadata, request.logprob_temperature
-        return "completions", *settings, request.environment_limits, *request.stop_token_ids.tolist()
+        settings = *settings, request.environment_limits, request.return_router_indices
+        return "completions", *settings, *request.stop_token_ids.tolist()
 
     def run(self, decoder: AnyDecoder, resources: Resources, is_own: bool = True) -> Completions:
         ranks = 1 if decoder.group is None else decoder.group.size
@@ -239,6 +242,7 @@ class NativeWork(Work):
     config: of `generate()`.
     processors: Hugging Face's own, for these rows; None: those that `generate()` makes of `config`.
     logprob_temperature: of `Completions.old_logps`; None: no logprobs.
+    return_router_indices: whether completions have the experts of each token; each row's prompt is then computed.
     """
 
     prompt_ids: torch.Tensor
@@ -247,6 +251,7 @@ class NativeWork(Work):
     config: GenerationConfig
     processors: LogitsProcessorList | None = None
     logprob_temperature: float | None = None
+    return_router_indices: bool = False
 
     @property
     def key(self) -> Hashable:
@@ -254,13 +259,21 @@ class NativeWork(Work):
             return None
         # Hugging Face's repetition penalty counts padding as well (5.23): with it, only prompts of equal width.
         width = 0 if self.config.repetition_penalty in (None, 1.0) else self.prompt_ids.shape[1]
-        return "native completions", self.config.to_json_string(use_diff=False), self.logprob_temperature, width
+        settings = self.logprob_temperature, self.return_router_indices, width
+        return "native completions", self.config.to_json_string(use_diff=False), *settings
 
     def run(self, decoder: None, resources: Resources, is_own: bool = True) -> Completions:
+        if not self.return_router_indices:
+            return self._completions(resources, resources.expands)
+        with recorded_routing(resources.model) as calls:
+            done = self._completions(resources, expands=False)
+        return replace(done, router_indices=rows_of_calls(calls, self.prompt_mask))
+
+    def _completions(self, resources: Resources, expands: bool) -> Completions:
         def decoding_method(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
             processors = logits_processor if self.processors is None else self.processors
             inputs = GenerateInputs(input_ids, processors, stopping_criteria, generation_config, model_kwargs)
-            forward = NativeForward(model, inputs, resources.kv_cache, resources.expands)
+            forward = NativeForward(model, inputs, resources.kv_cache, expands)
             outputs, phase = Outputs(generation_config, None), resources.profiler.phase
             return in_lockstep(forward, inputs, self.sampling_keys, outputs, phase, self.logprob_temperature)
 
