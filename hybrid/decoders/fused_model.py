@@ -217,13 +217,13 @@ class FusedModel:
         if bound.key != key:
             bound.decoder.bind()
             bound.key = key
-        bound.decoder.kv_weights = self._kv_weights(with_adapters)
+        bound.decoder.kv_weights = self._kv_weights(with_adapters, bound)
         return bound.decoder
 
-    def _kv_weights(self, adapters: bool) -> KVWeights:
-        """What the decoder computes keys and values with."""
+    def _kv_weights(self, adapters: bool, bound: Bound) -> KVWeights:
+        """What the decoder computes keys and values with. Weights that have moved may be others."""
         state = self.snapshot.weights.state(adapters)
-        return KVWeights((state.loads, state.steps), (type(self.snapshot).__name__, state.adapters))
+        return KVWeights((state.loads, state.steps), (type(self.snapshot).__name__, state.adapters, bound.key))
 
     def _decoder(self, weights: BoundWeights) -> AnyDecoder:
         """The decoder over these weights, not yet bound."""
