@@ -86,8 +86,8 @@ def phases_of(generate: Callable, ids: torch.Tensor, new_tokens: int) -> tuple[f
 
 
 def seconds_of(generate: Callable, ids: torch.Tensor, new_tokens: int) -> float:
-    """Seconds of a greedy generation of `new_tokens` tokens, after prompts whose first tokens are new each time, so that
-    nothing of them is in a cache."""
+    """Seconds of a greedy generation of `new_tokens` tokens. Prompts have new first tokens each time: nothing of them
+    is in a cache."""
     gc.collect()
     ids = ids.clone()
     ids[:, 0] = next(FIRST_TOKENS) % 1000
