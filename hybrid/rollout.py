@@ -1,5 +1,6 @@
 """The request and the result of a rollout, SamplingParams and RolloutBatch, with TRL's names; checks of prompts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -146,6 +147,22 @@ class RolloutBatch:
     def attention_mask(self) -> torch.Tensor:
         """The mask of `sequences`, padded on both sides.  int64 [rows, prompt_len + completion_len]"""
         return torch.cat([self.prompt_mask, self.completion_mask], dim=1)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What an environment answers to a turn.
+
+    ids: int64 tokens that follow the turn: not sampled, masked in the loss.
+    reward: of this turn; None without one.
+    done: the row ends here.
+    prompt_ids: not None: the row forks. What it has so far becomes a training row, and it goes on from this prompt.
+    """
+
+    ids: Sequence[int] | torch.Tensor = ()
+    reward: float | None = None
+    done: bool = False
+    prompt_ids: Sequence[int] | torch.Tensor | None = None
 
 
 def check_prompts(prompt_ids: Any, prompt_mask: Any, name: str = "prompt_ids") -> None:
