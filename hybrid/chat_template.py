@@ -125,7 +125,9 @@ class ChatTemplate:
         turn's end is, and tokenizers split at special tokens, so these are the tokens of the whole conversation.
         """
         marked = mark_turn(turn)
-        own = self.after_mark([*messages, marked])
+        own = self.after_mark(
+            [PROBE[0], marked]
+        )  # how the turn ends; not over the whole conversation, which takes long
         tail = self.after_mark([*messages, marked, *replies], add_generation_prompt=True)
         own_ids, ids = self.encode(own), self.encode(tail)
         end = cut_after_turn_end(own_ids, self.tokenizer)[-1]
@@ -176,14 +178,14 @@ class ChatTemplate:
 
     def supports_tools(self) -> bool:
         """Whether the template renders a tool's name, its arguments and its result."""
-        name, key, value, result = (f"{part}{TURN_MARK}" for part in ("name", "key", "value", "result"))
-        call = {"type": "function", "function": {"name": name, "arguments": {key: value}}}
+        name, value, result = (f"{part}{TURN_MARK}" for part in ("name", "value", "result"))
+        call = {"type": "function", "function": {"name": name, "arguments": {"argument": value}}}
         replies = [{"role": "tool", "name": name, "content": result}]
         try:
             text = self.render([PROBE[0], {"role": "assistant", "content": "", "tool_calls": [call]}, *replies])
         except RejectedMessages:
             return False
-        return all(part in text for part in (name, key, value, result))
+        return all(part in text for part in (name, value, result))
 
     def error_role(self) -> str:
         """The role of a message about a malformed tool call: "tool" if the template takes one after a turn without

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hybrid.background_loop import BackgroundLoop, call
-from hybrid.chat_template import ChatTemplate, Messages, RejectedMessages
+from hybrid.chat_template import PROBE, ChatTemplate, Messages, RejectedMessages
 from hybrid.rollout import Observation
 from hybrid.step_environment import Reply, StepEnvironment
 from hybrid.tool_calls import MalformedCall, ToolResult, TurnParser, error_text, run_calls
@@ -83,14 +83,18 @@ class Episode:
         return self.kind.template.encode(self.rendered)
 
     def parse(self, ids: list[int]) -> tuple[dict[str, Any], str]:
-        """The assistant message of a turn's tokens, and what is wrong with its tool calls, if anything is."""
+        """The assistant message of a turn's tokens, and what is wrong with its tool calls, if anything is.
+
+        Without tools no text is a call.
+        """
+        plain = self.kind.parser.plain(ids)
         try:
             turn = self.kind.parser.parse(ids, self.rendered)
             if "tool_calls" in turn:
-                self.kind.template.render([*self.messages, turn])  # Llama 3.1 takes one call in a turn
+                self.kind.template.render([PROBE[0], turn])  # Llama 3.1 takes one call in a turn
         except (MalformedCall, RejectedMessages) as error:
-            return self.kind.parser.plain(ids), str(error)
-        return turn, ""
+            return plain, str(error) if self.tools else ""
+        return (turn, "") if self.tools or "tool_calls" not in turn else (plain, "")
 
     @contextmanager
     def environment_call(self) -> Iterator[None]:

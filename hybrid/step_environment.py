@@ -60,5 +60,6 @@ class StepEnvironment:
             observation, reward, *ends, _ = result
         else:
             observation, reward, ends = result.observation, result.reward, [result.done]
-        message = {"role": "user", "content": self.observation_text(observation)}
-        return Reply([message], None if reward is None else float(reward), any(ends))
+        said, done = self.observation_text(observation), any(ends)
+        messages = [] if done and not said else [{"role": "user", "content": said}]
+        return Reply(messages, None if reward is None else float(reward), done)
