@@ -23,7 +23,6 @@ def no_arguments(example: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-@dataclass
 class StepEnvironment:
     """An environment with Gymnasium's or OpenEnv's `reset()` and `step(action)`, for `MessageEnvironment`.
 
@@ -38,10 +37,15 @@ class StepEnvironment:
     reset_arguments: from an example to the keyword arguments of `reset`, such as a seed.
     """
 
-    env: Any
-    parse_action: Callable[[str], Any] = str
-    observation_text: Callable[[Any], str] = str
-    reset_arguments: Callable[[dict[str, Any]], dict[str, Any]] = no_arguments
+    def __init__(
+        self,
+        env: Any,
+        parse_action: Callable[[str], Any] = str,
+        observation_text: Callable[[Any], str] = str,
+        reset_arguments: Callable[[dict[str, Any]], dict[str, Any]] = no_arguments,
+    ):
+        self.env, self.parse_action = env, parse_action
+        self.observation_text, self.reset_arguments = observation_text, reset_arguments
 
     async def reset(self, **example: Any) -> str:
         """The first observation as text."""

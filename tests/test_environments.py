@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import re
 import threading
 import time
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -474,6 +476,33 @@ def test_the_empty_thoughts_of_a_prompt_are_a_history_that_is_rewritten():
             [*ASK, *messages[:length]], add_generation_prompt=True, return_dict=False, enable_thinking=False
         )
         assert training.prompt_ids == expected
+
+
+# The page
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "environments.md"
+PLAYED = [[call_text("add", a=12, b=30), "It is 42."], [call_text("increment", by=6), "Ten."], ["it"]]
+
+
+def test_code_of_the_page_runs():
+    class Engine:
+        def __init__(self, turns):
+            self.turns = turns
+
+        def rollout(self, prompt_ids, prompt_mask, sampling, num_generations=1, environment=None):
+            rows = [ids[mask.bool()].tolist() for ids, mask in zip(prompt_ids, prompt_mask, strict=True)]
+            script = scripted(names["tokenizer"], [self.turns] * len(rows) * num_generations)
+            return roll_out(environment, rows, script, num_generations)
+
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+    names = {"tokenizer": tokenizer_of("qwen2_5")}
+    for block, turns in zip(blocks, PLAYED, strict=True):
+        names["engine"] = Engine(turns)
+        exec(block, names)
+        assert all(row.finish_reason == "done" for row in names["batch"])
+        if "rewards" in block:
+            assert names["rewards"] == [1.0]
+    assert names["answers"] == ["It is 42."] * 2 and names["metrics"]["tools/call_frequency"] == 1.0
 
 
 # Limits
