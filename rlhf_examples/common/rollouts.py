@@ -19,7 +19,6 @@ from rlhf_examples.common.forwards import token_logps, token_logps_row_by_row
 from rlhf_examples.common.losses import importance_sampling_weights, loss_denominator
 from rlhf_examples.common.ranks import over_ranks
 from rlhf_examples.common.trackers import LOGP_DIFFERENCE_EDGES, Histogram, Metrics
-from rlhf_examples.data.conversations import turn_end_token
 from rlhf_examples.data.examples import collate_prompts
 
 Row = dict[str, Any]  # a row of `data.examples.Examples`
@@ -144,7 +143,7 @@ def roll_out(
     row_ids int64 [prompts]: the prompts' numbers among all ranks', from which the sampling keys are made.
     """
     ids, mask = (tensor.to(policy.device) for tensor in collate_prompts(prompts, tokenizer.pad_token_id).values())
-    if (end := turn_end_token(tokenizer)) is not None:
+    if (end := hybrid.turn_end_token(tokenizer)) is not None:
         params = replace(params, stop_token_ids=(*params.stop_token_ids, end))
     return pad_to_common_width(
         policy.rollout(ids, mask, params, num_generations, row_ids=row_ids), tokenizer.pad_token_id
