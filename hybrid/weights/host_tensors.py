@@ -138,7 +138,7 @@ def held_by(holder: Any) -> Iterable[Any]:
     """What an object holds that may be a tensor, or hold one."""
     if isinstance(holder, torch.Tensor):
         gradient = holder.grad if holder.is_leaf else None
-        # A view keeps the tensor that it was made from, also where nothing else does: ZeRO 1 and 2 detach flat weights.
+        # A view keeps the tensor that it was made from, also where nothing else does (gradients of ZeRO 1 and 2).
         return [*vars(holder).values(), gradient, holder._base]
     if isinstance(holder, nn.Module):
         return [*holder.parameters(), *holder.buffers()]

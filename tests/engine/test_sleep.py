@@ -146,6 +146,7 @@ def states_of(of: HybridEngine) -> list[torch.Tensor]:
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "bit16_groups_flat"):
         held += getattr(of.optimizer, name, [])
     held += [getattr(of.optimizer, "grad_partitions_flat_buffer", None)]
+    held += [tensor for group in getattr(of.optimizer, "averaged_gradients", {}).values() for tensor in group or ()]
     return [tensor for tensor in held if tensor is not None and tensor.untyped_storage().nbytes() > 0]
 
 
@@ -155,11 +156,13 @@ def storages_of(tensors: list[torch.Tensor]) -> dict[int, StorageWeakRef]:
 
 
 def check_memory(stage: int, dtype: torch.dtype, blocks: dict) -> None:
-    """Every storage of the inference copies, then of the training states, is freed: the tensors have others."""
+    """Every storage of the inference copies, then of the training states, is freed: the tensors have others. Between
+    backward and step, when all kinds of states are there."""
     sleeper = engine(stage, dtype, lora=True, **blocks)
-    for part in range(3):
+    for part in range(4):
         sleeper.backward(loss_of(sleeper, part))
-        sleeper.step()
+        if part < 3:
+            sleeper.step()
     sleeper.eval()
     rollout(sleeper)
     copies = [part for parts in sleeper._snapshot.parts.values() for part in parts.values() if part is not None]
@@ -180,6 +183,7 @@ def check_memory(stage: int, dtype: torch.dtype, blocks: dict) -> None:
     sleeper.wake()
     assert all(ref.expired() for ref in on_host.values())
     sleeper.train()
+    sleeper.step()
     sleeper.destroy()
 
 
