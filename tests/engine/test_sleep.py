@@ -48,7 +48,7 @@ def rollout(of: HybridEngine) -> list[torch.Tensor]:
 
 
 def loss_of(of: HybridEngine, seed: int) -> torch.Tensor:
-    ids = prompts(2, 9, padded=False, seed=seed * 10 + dist.get_rank())[0]
+    ids = prompts(2, 9, padded=False, seed=seed * 10 + dist.get_rank())[0].to(of.device)
     return of(input_ids=ids, labels=ids).loss
 
 
