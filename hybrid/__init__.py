@@ -2,6 +2,7 @@
 
 from hybrid.compat.install import install, installed, uninstall
 from hybrid.compat.rollout_engine import HybridRollout, build_rollout
+from hybrid.decoders.routers import replay_routing
 from hybrid.engine import HybridEngine
 from hybrid.generation.numerics import sampling_metrics
 from hybrid.generation.sampler import selective_log_softmax
@@ -9,22 +10,27 @@ from hybrid.generation.scoring import Scores, padded_forward
 from hybrid.inference.auto_tp import LayerPolicy
 from hybrid.inference.engine import InferenceEngine, init_inference
 from hybrid.initialize import initialize
-from hybrid.rollout import RolloutBatch, SamplingParams
+from hybrid.rollout import EnvironmentLimits, Observation, RolloutBatch, SamplingParams, StopAfter, UnfinishedRows
 
 __all__ = [
+    "EnvironmentLimits",
     "HybridEngine",
     "HybridRollout",
     "InferenceEngine",
     "LayerPolicy",
+    "Observation",
     "RolloutBatch",
     "SamplingParams",
     "Scores",
+    "StopAfter",
+    "UnfinishedRows",
     "build_rollout",
     "init_inference",
     "initialize",
     "install",
     "installed",
     "padded_forward",
+    "replay_routing",
     "sampling_metrics",
     "selective_log_softmax",
     "uninstall",

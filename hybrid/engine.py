@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache
 
-from hybrid.build import Builder, Mode, attention_refusals, int8_refusals
+from hybrid.build import Builder, Mode, attention_refusals, int8_refusals, router_refusals
 from hybrid.call_lock import CallLock, with_call_lock
 from hybrid.config import HybridEngineConfig, Refusal, RolloutConfig, refuse
 from hybrid.decoders.calls import Calls, SharedCalls
@@ -31,15 +31,17 @@ from hybrid.generation.block_pool import BlockPool
 from hybrid.generation.generate import Route, require_token_ids
 from hybrid.generation.generator import Generator
 from hybrid.generation.hf_cache import KVCache
+from hybrid.generation.rollout_batch import RolloutCall
 from hybrid.generation.sampler import Seeds
 from hybrid.generation.scoring import Scores
+from hybrid.generation.stream import Stream, TokenStreamer
 from hybrid.memory_plan import MemoryPlan, MemoryPlanner, free_bytes
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.spec import UnsupportedModel
 from hybrid.models.structure import generating_part
 from hybrid.parallel import InferenceGroup, all_gather_objects, engine_name, lost_rank_reported, world_size
 from hybrid.profiling import Profiler
-from hybrid.rollout import RolloutBatch, SamplingParams
+from hybrid.rollout import EnvironmentLimits, RolloutBatch, SamplingParams, StopAfter, UnfinishedRows
 from hybrid.sleep import Sleep
 from hybrid.weights.export import save_pretrained
 from hybrid.weights.host_tensors import tensors_in
@@ -70,6 +72,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         # Read again below: DeepSpeed casts the model, and a decoder's constants depend on the dtype (Gemma).
         info = ModelInfo(generating_part(model))
         refuse(int8_refusals(info, *blocks))
+        refuse(router_refusals(info, blocks[1]))
         require_divisible_heads(info, blocks[0].inference_tp_size)
         mpu_group = group_of_mpu(kwargs.get("mpu"), blocks[0].inference_tp_size)
         super().__init__(args, model, **kwargs)
@@ -220,11 +223,12 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
     def _make_block_pool(self) -> BlockPool:
         """The KV cache's block pool, limited by `kv_cache_bytes` and by what `memory_limit` leaves."""
         settings, left = self._rollout_settings, self._planner.kv_limit()
+        caching = {"caches_prefixes": settings.enable_prefix_caching, "extra_bytes": settings.prefix_cache_bytes}
         if left is None or (settings.kv_cache_bytes is not None and settings.kv_cache_bytes <= left):
-            return BlockPool(settings.kv_step, settings.kv_cache_bytes, free_bytes=free_bytes)
+            return BlockPool(settings.kv_step, settings.kv_cache_bytes, free_bytes=free_bytes, **caching)
         name = f"rollout.memory_limit={self._planner.limit}"
         plan = lambda: f"\n{self.memory_plan(1, 0, self._settings.max_out_tokens)}"  # noqa: E731
-        return BlockPool(settings.kv_step, left, name, plan, free_bytes)
+        return BlockPool(settings.kv_step, left, name, plan, free_bytes, **caching)
 
     def _make_generator(self) -> Generator:
         settings = self._rollout_settings
@@ -238,6 +242,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
             max_out_tokens=self._settings.max_out_tokens,
             require_memory=self._require_memory,
             runs_other_methods=True,
+            return_router_indices=settings.return_router_indices,
         )
 
     def _make_sleep(self) -> Sleep:
@@ -670,41 +675,99 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
 
     def rollout(
         self,
-        prompt_ids: torch.Tensor,
-        prompt_mask: torch.Tensor,
+        prompt_ids: torch.Tensor | None,
+        prompt_mask: torch.Tensor | None,
         sampling: SamplingParams,
         num_generations: int = 1,
         adapters: bool | None = None,
         row_ids: torch.Tensor | None = None,
         max_new_tokens: torch.Tensor | None = None,
+        environment: Any = None,
+        environment_limits: EnvironmentLimits | None = None,
+        stop_after: StopAfter | None = None,
+        resume: UnfinishedRows | None = None,
+        on_rows: Callable[[RolloutBatch], None] | None = None,
         **model_inputs: Any,
     ) -> RolloutBatch:
         """Completions of prompts, with the logprobs of the sampled tokens.
 
         prompt_ids, prompt_mask: [rows, prompt_len], left padded; ids of any integer dtype, a mask of any dtype, on any
-            device. A rank may have 0 rows. The returned batch is on the model's device, its ids and masks int64.
+            device. A rank may have 0 rows. The returned batch is on the model's device, its ids and masks int64. None
+            with `resume`: no new prompts.
         num_generations: completions per prompt, at least 1.
         adapters: None uses the model's active adapters; False samples from the base model.
         row_ids: integers [rows] that key the sampling RNG, unique over all ranks' prompts: with the same ids a rollout
             does not depend on the world size. None numbers the rows of each rank in a range of its own.
         max_new_tokens: integers [rows], of each prompt's completions, at most `sampling.max_new_tokens`; None: that for
             all.
-        Raises, before any weight is gathered: TypeError or ValueError for invalid prompts, row ids or limits, a model
-        without `generate`, a sequence longer than `max_out_tokens`, or one that memory limits do not allow;
-        NotImplementedError for an encoder-decoder and for `model_inputs`.
+        environment: answers the rows' turns, so that they have several; an object with two methods, each plain (called
+            in a thread) or a coroutine. `reset(row, prompt_ids)` gives the token ids of the row's prompt, or None for
+            the given one; `step(row, completion_ids)` gets the tokens sampled in a turn, int64 [n] on the host, and
+            gives an Observation. row: prompts × generations. While one row's environment works, the others decode.
+            What raises ends its row, and is in the batch's `finish_reason` and `errors`.
+        environment_limits: None: EnvironmentLimits().
+        stop_after: stops the rows that are left once so many are done; they come back as the batch's `unfinished`.
+        resume: rows of an earlier rollout to go on with, before the new ones; with their sampling keys and limits.
+        on_rows: called, between decode steps, with rows that are done. `rollout_iter` gives them in a loop.
+        Raises, before any weight is gathered: TypeError or ValueError for invalid prompts, row ids, limits or
+        environments, a model without `generate`, a sequence longer than `max_out_tokens`, or one that memory limits do
+        not allow; NotImplementedError for an encoder-decoder, for `model_inputs`, and for an environment together with
+        `stop_after` or `resume`; and, if the model runs in its own layers, for each of the three.
         """
         require_token_ids(self._builder.info, model_inputs, "rollout")
+        call = RolloutCall(
+            prompt_ids,
+            prompt_mask,
+            sampling,
+            num_generations,
+            row_ids,
+            max_new_tokens,
+            environment,
+            environment_limits,
+            stop_after,
+            resume,
+            on_rows,
+        )
         with self._call(adapters):
-            return self._generator.rollout(
-                prompt_ids,
-                prompt_mask,
-                sampling,
-                num_generations,
-                adapters,
-                row_ids,
-                self._snapshot.weights.number(),
-                max_new_tokens,
-            )
+            return self._generator.rollout(call, adapters, self._snapshot.weights.number())
+
+    def rollout_iter(self, *args: Any, adapters: bool | None = None, **kwargs: Any) -> Stream[RolloutBatch]:
+        """`rollout`, with the same arguments, whose rows come as they finish: `for row in engine.rollout_iter(...)`, or
+        `async for`.
+
+        Each item is a RolloutBatch of one row (and of its forks, if it has any), with its `row_index`. The rollout goes
+        on in a thread meanwhile, so that rewards can be computed while others decode; this thread's next calls of the
+        engine wait for its end. The stream's `output()` is what `rollout` returns. If its iteration ends early,
+        `close()` the stream, or use it in a `with`.
+        Raises what `rollout` raises, from the iteration.
+        """
+
+        def run(put: Callable[[RolloutBatch], None]) -> RolloutBatch:
+            given: set[int] = set()
+
+            def give_rows(batch: RolloutBatch) -> None:
+                index = batch.row_index.tolist()
+                for row in dict.fromkeys(index):
+                    if row not in given:
+                        given.add(row)
+                        put(batch.select_rows([at for at, of_row in enumerate(index) if of_row == row]))
+
+            whole = self.rollout(*args, adapters=adapters, on_rows=give_rows, **kwargs)
+            give_rows(whole)
+            return whole
+
+        return Stream(run, self.call_lock, self.device, stops=not self.in_step)
+
+    def generate_stream(self, *args: Any, **kwargs: Any) -> Stream[torch.Tensor]:
+        """`generate`, with the same arguments, whose tokens come as they are drawn: int64 [rows] for each step, padding
+        after a row's end. The stream's `output()` is what `generate` returns.
+
+        Rows are decoded in lockstep: for many rows `rollout_iter` is faster.
+        """
+        stops = not self.in_step
+        return Stream(
+            lambda put: self.generate(*args, streamer=TokenStreamer(put), **kwargs), self.call_lock, self.device, stops
+        )
 
     def score(
         self,
@@ -777,9 +840,11 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
 
     def stats(self) -> dict[str, float | str]:
         """This rank's statistics since the last `eval()`: seconds by phase (`gather_s`, `merge_s`, `prefill_s`,
-        `decode_s`, `wait_s`, `release_s`, `train_s`, `elapsed_s`), `tokens` generated, `tokens_per_s` of prefill,
-        decode and wait together, and `gathered_bytes`; `refresh_s`: seconds of gathering and merging, the most of the
-        ranks that share weights (`inference_tp_size`) as of their latest request. Memory held now: `snapshot_bytes`,
+        `decode_s`, `environment_s` (nothing could decode until an environment answered), `wait_s`, `release_s`,
+        `train_s`, `elapsed_s`), `tokens` generated, `prefilled_tokens` and `cached_tokens` of prompts (computed, and
+        found in the KV cache; of all ranks that decode one batch), `tokens_per_s` of prefill, decode and wait together,
+        and `gathered_bytes`; `refresh_s`: seconds of gathering and merging, the most of the ranks that share weights
+        (`inference_tp_size`) as of their latest request. Memory held now: `snapshot_bytes`,
         `container_bytes` (copies that fused containers made in addition) and `kv_bytes`. `asleep`: the level at which
         the engine sleeps, 0 if it is awake; `host_bytes`: what it has in host memory for that time. `peak_bytes`: the
         sum of the peaks of the snapshot with one gathered group, the containers, the KV cache and the fused decoder's

@@ -240,6 +240,7 @@ CALLS = {
     "generate": (1, lambda of, folder: of.generate(*prompts(1, 4, padded=False)[:1], max_new_tokens=2)),
     "the model's generate": (1, lambda of, folder: of.module.generate(prompts(1, 4, padded=False)[0])),
     "rollout": (1, lambda of, folder: of.rollout(*prompts(1, 4, padded=False), SAMPLING)),
+    "rollout_iter": (1, lambda of, folder: list(of.rollout_iter(*prompts(1, 4, padded=False), SAMPLING))),
     "score": (1, lambda of, folder: of.score(*prompts(1, 4, padded=False))),
     "fuse_lora_weight": (1, lambda of, folder: of.fuse_lora_weight()),
     "HybridRollout": (1, lambda of, folder: hybrid.HybridRollout(of).engine.inference().__enter__()),
@@ -306,6 +307,23 @@ def check_calls(stage: int, folder: str) -> None:
 @pytest.mark.parametrize("stage", slow_but([3], [1, 3]))
 def test_calls_of_a_sleeping_engine(ranks, tmp_path, stage):
     ranks.run(check_calls, stage, str(tmp_path))
+
+
+def check_stream() -> None:
+    """Sleep waits for a rollout whose rows are still coming; all of them come."""
+    sleeper, never = engine(1), engine(1)
+    ids, mask = prompts(3, 5, padded=True, seed=dist.get_rank())
+    stream = sleeper.rollout_iter(ids, mask, SAMPLING)
+    sleeper.sleep(2)
+    assert len(list(stream)) == 3
+    assert torch.equal(stream.output().completion_ids, never.rollout(ids, mask, SAMPLING).completion_ids)
+    with pytest.raises(RuntimeError, match=ASLEEP.format(2)):
+        list(sleeper.rollout_iter(ids, mask, SAMPLING))
+    sleeper.wake()
+
+
+def test_sleep_waits_for_a_running_stream(ranks):
+    ranks.run(check_stream)
 
 
 def check_invalid() -> None:
