@@ -30,6 +30,7 @@ LAYERS = [
     ("hybrid.generation",),
     ("hybrid.rollout",),
     ("hybrid.decoders",),
+    ("hybrid.sleep",),
     ("hybrid.weights",),
     ("hybrid.models",),
     ("hybrid.kernels",),
