@@ -82,7 +82,8 @@ def make_engine(model: nn.Module, weight_dtype: str = "model") -> hybrid.HybridE
             "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
             "bf16": {"enabled": model.dtype == torch.bfloat16},
             "hybrid_engine": {"enabled": True, "max_out_tokens": MOST_TOKENS},
-            "rollout": {"weight_dtype": weight_dtype},
+            # Repetitions have equal prompts, which must be computed each time.
+            "rollout": {"weight_dtype": weight_dtype, "enable_prefix_caching": False},
         },
     )[0]
     for whole, partitioned in zip(model.parameters(), engine.module.parameters(), strict=True):

@@ -176,8 +176,9 @@ def make_engine(shape: str, dtype: str, tokens: int, blocks: dict[str, dict[str,
             "zero_allow_untested_optimizer": True,
             "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
             "bf16": {"enabled": dtype == "bf16"},
-            **blocks,
             "hybrid_engine": {"enabled": True, "max_out_tokens": tokens, **blocks.get("hybrid_engine", {})},
+            # The rollout of one token and that of all have equal prompts, which must be computed each time.
+            "rollout": {"enable_prefix_caching": False, **blocks.get("rollout", {})},
         },
     )[0]
 

@@ -9,6 +9,7 @@ first run, which compiles kernels, is not counted. Decoding is the time of a gen
 import argparse
 import copy
 import gc
+import itertools
 import json
 import statistics
 import time
@@ -51,6 +52,9 @@ def contender(name: str, model: torch.nn.Module, args: argparse.Namespace) -> Ca
     return hybrid.init_inference(model, **settings).generate
 
 
+FIRST_TOKENS = itertools.count(1)
+
+
 @torch.no_grad()
 def measure(generators: dict[str, Callable], ids: torch.Tensor, args: argparse.Namespace) -> dict[str, dict]:
     """For each contender and round: the seconds of prefill, and those of all tokens but the first."""
@@ -82,8 +86,11 @@ def phases_of(generate: Callable, ids: torch.Tensor, new_tokens: int) -> tuple[f
 
 
 def seconds_of(generate: Callable, ids: torch.Tensor, new_tokens: int) -> float:
-    """Seconds of a greedy generation of `new_tokens` tokens."""
+    """Seconds of a greedy generation of `new_tokens` tokens. Prompts have new first tokens each time: nothing of them
+    is in a cache."""
     gc.collect()
+    ids = ids.clone()
+    ids[:, 0] = next(FIRST_TOKENS) % 1000
     request = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False}
     start = time.perf_counter()
     output = generate(ids, attention_mask=torch.ones_like(ids), **request)

@@ -152,7 +152,11 @@ def make_engine(
             },
             "bf16": {"enabled": args.dtype == "bf16"},
             "hybrid_engine": {"enabled": True, "max_out_tokens": 4096, **block},
-            "rollout": {"containers": containers, **({"lora": lora} if lora else {})},
+            "rollout": {
+                "containers": containers,
+                "enable_prefix_caching": False,  # repetitions have equal prompts
+                **({"lora": lora} if lora else {}),
+            },
         },
     )[0]
 

@@ -10,6 +10,7 @@ from hybrid.config import HybridEngineConfig, Refusal, RolloutConfig
 from hybrid.decoders.attention_choice import choose_attention
 from hybrid.decoders.fallback import FallbackReasons
 from hybrid.decoders.fused_model import FusedModel
+from hybrid.decoders.routers import routers_of
 from hybrid.decoders.selection import CPU_KERNELS, kernels_for
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.spec import ParamRef, UnsupportedModel
@@ -177,6 +178,7 @@ class Builder:
             warns=not self.native_by_choice,
             stream=stream,
             attention_backend=self.rollout.attention_backend,
+            records_experts=self.rollout.return_router_indices,
         )
 
     def _joined(self) -> list[tuple[ParamRef, ...]]:
@@ -226,6 +228,16 @@ def int8_refusals(info: ModelInfo, settings: HybridEngineConfig, rollout: Rollou
         key,
         value,
         f"{type(info.base).__name__} is a mixture of experts, whose matrices are not quantized in training; {remedy}",
+    )
+
+
+def router_refusals(info: ModelInfo, rollout: RolloutConfig) -> Iterator[Refusal]:
+    """What cannot give the experts of tokens. Nothing without `rollout.return_router_indices`."""
+    yield Refusal(
+        rollout.return_router_indices and not routers_of(info.model),
+        "rollout.return_router_indices",
+        True,
+        f"{type(info.base).__name__} has no routers of experts that transformers declares; use false",
     )
 
 

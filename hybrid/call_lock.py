@@ -27,12 +27,13 @@ class CallLock:
         self._task: asyncio.Task | None = None
         self._depth = 0
         self._waiting: deque[threading.Thread] = deque()
+        self._lenders: list[tuple[threading.Thread, asyncio.Task | None, int]] = []  # owner, task, depth
 
     def __enter__(self) -> "CallLock":
         me, task = threading.current_thread(), current_task()
 
         def is_next() -> bool:
-            return self._owner is None and self._waiting[0] is me
+            return self._owner is me or (self._owner is None and self._waiting[0] is me)
 
         with self._changed:
             if self._owner is me:
@@ -47,12 +48,18 @@ class CallLock:
             finally:
                 self._waiting.remove(me)
                 self._changed.notify_all()  # after an exception another thread may be next
-            self._owner, self._task, self._depth = me, task, 1
+            if self._owner is me:  # handed back
+                self._depth += 1
+            else:
+                self._owner, self._task, self._depth = me, task, 1
         return self
 
     def __exit__(self, *exc: Any) -> None:
+        me = threading.current_thread()
         with self._changed:
-            if self._owner is not threading.current_thread():
+            if any(lender is me for lender, *_ in self._lenders):
+                self._changed.wait_for(lambda: self._owner is me)
+            if self._owner is not me:
                 raise RuntimeError(
                     "`with engine.inference()` ends in another thread than it began in; open and close it in one thread"
                 )
@@ -60,6 +67,24 @@ class CallLock:
             if self._depth == 0:
                 self._owner = self._task = None
                 self._changed.notify_all()
+
+    def hand_over(self, thread: threading.Thread) -> None:
+        """Give the lock, which this thread holds, to another one until that calls `hand_back`. This thread's next calls
+        wait for that."""
+        with self._changed:
+            assert self._owner is threading.current_thread(), "a lock is handed over by the thread that holds it"
+            self._lenders.append((self._owner, self._task, self._depth))
+            self._owner, self._task, self._depth = thread, None, 1
+
+    def hand_back(self) -> None:
+        """Give the lock back to the thread that handed it over; it then holds it once less."""
+        with self._changed:
+            assert self._owner is threading.current_thread() and self._depth == 1, "the lock is still in use"
+            owner, task, depth = self._lenders.pop()
+            if depth == 1:
+                owner = task = None
+            self._owner, self._task, self._depth = owner, task, depth - 1
+            self._changed.notify_all()
 
     def _report(self, thread: threading.Thread) -> None:
         warnings.warn(

@@ -116,6 +116,11 @@ class RolloutConfig(Block):
     kv_cache_bytes: maximum size of the fused containers' KV cache. Sequences wait until blocks are free; a request that
         can never fit raises ValueError. None: no limit.
     max_num_seqs: sequences decoded at once; the rest wait in a queue. vLLM's name; `max_slots` was ours.
+    enable_prefix_caching: keep the keys and values of ended sequences in the KV cache until their room is needed or the
+        weights change, for sequences that begin with the same tokens: the next turn of a conversation computes only
+        what is new. Tokens and logprobs are those without it, on CPUs to the bit. vLLM's name.
+    prefix_cache_bytes: bytes by which the KV cache is larger than a request needs, for sequences that have ended: of a
+        rollout that ends with more rows than it decodes at once, and beside other requests, as many stay.
     memory_limit: bytes that inference may add to what a rank holds for training: snapshot, KV cache, logits,
         activations. A request that cannot fit raises ValueError. None: no limit; "auto" then uses the memory that is
         free when the engine is built.
@@ -137,12 +142,18 @@ class RolloutConfig(Block):
         default is "triton" because the two have not been compared on a device.
     speculation: a block; draft tokens and verify them, where that is measured to be faster. Absent: one token of a row
         in a step.
+    return_router_indices: rollouts of a mixture of experts give the experts of each token,
+        `RolloutBatch.router_indices`, for `replay_routing` in training (vLLM's `enable_return_routed_experts`). Two
+        bytes for each token, layer and chosen expert, in the KV cache and, in host memory, in the batch: 768 per token
+        with 48 layers and 8 experts each.
     """
 
     keep_snapshot: bool = True
     kv_step: int = Field(128, gt=0)
     kv_cache_bytes: int | None = Field(None, gt=0)
     max_num_seqs: int = Field(256, gt=0, alias="max_slots")
+    enable_prefix_caching: bool = True
+    prefix_cache_bytes: int = Field(0, ge=0)
     memory_limit: int | None = Field(None, gt=0)
     sync_interval: int = Field(1, gt=0)
     containers: Literal["fused", "native"] = "fused"
@@ -151,6 +162,7 @@ class RolloutConfig(Block):
     weight_dtype: Literal["model", "int8"] = "model"
     attention_backend: Literal["auto", "triton", "flashinfer"] = "triton"
     speculation: SpeculationConfig | None = None
+    return_router_indices: bool = False
 
 
 BLOCKS: dict[str, type[Block]] = {"hybrid_engine": HybridEngineConfig, "rollout": RolloutConfig}

@@ -1,6 +1,6 @@
 """HybridEngine: DeepSpeed's training engine that also generates. Switches modes and delegates to the components."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache
 
-from hybrid.build import Builder, Mode, attention_refusals, int8_refusals
+from hybrid.build import Builder, Mode, attention_refusals, int8_refusals, router_refusals
 from hybrid.call_lock import CallLock, with_call_lock
 from hybrid.config import HybridEngineConfig, Refusal, RolloutConfig, refuse
 from hybrid.decoders.calls import Calls, SharedCalls
@@ -31,20 +31,24 @@ from hybrid.generation.block_pool import BlockPool
 from hybrid.generation.generate import Route, require_token_ids
 from hybrid.generation.generator import Generator
 from hybrid.generation.hf_cache import KVCache
+from hybrid.generation.rollout_batch import RolloutCall
 from hybrid.generation.sampler import Seeds
 from hybrid.generation.scoring import Scores
+from hybrid.generation.stream import Stream, TokenStreamer
 from hybrid.memory_plan import MemoryPlan, MemoryPlanner, free_bytes
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.spec import UnsupportedModel
 from hybrid.models.structure import generating_part
-from hybrid.parallel import InferenceGroup, engine_name, lost_rank_reported
+from hybrid.parallel import InferenceGroup, all_gather_objects, engine_name, lost_rank_reported, world_size
 from hybrid.profiling import Profiler
-from hybrid.rollout import RolloutBatch, SamplingParams
+from hybrid.rollout import EnvironmentLimits, RolloutBatch, SamplingParams, StopAfter, UnfinishedRows
+from hybrid.sleep import Sleep
 from hybrid.weights.export import save_pretrained
+from hybrid.weights.host_tensors import tensors_in
 from hybrid.weights.lend import Window
 from hybrid.weights.lora import read_adapters
 from hybrid.weights.module_tables import EngineHooks, ModuleTree
-from hybrid.weights.offload import TrainingStates, require_movable_optimizer
+from hybrid.weights.offload import TrainingStates, require_movable_optimizer, scratch
 from hybrid.weights.slices import require_divisible
 from hybrid.weights.watch import WeightWatch
 
@@ -68,6 +72,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         # Read again below: DeepSpeed casts the model, and a decoder's constants depend on the dtype (Gemma).
         info = ModelInfo(generating_part(model))
         refuse(int8_refusals(info, *blocks))
+        refuse(router_refusals(info, blocks[1]))
         require_divisible_heads(info, blocks[0].inference_tp_size)
         mpu_group = group_of_mpu(kwargs.get("mpu"), blocks[0].inference_tp_size)
         super().__init__(args, model, **kwargs)
@@ -93,6 +98,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         self._watch, self._is_outdated = WeightWatch(self._policy), False
         offloads = self._rollout_settings.offload_states
         self._states = TrainingStates(self, self._profiler.phase) if offloads else None
+        self._sleep = self._make_sleep()
         if isinstance(optimizer := getattr(self, "basic_optimizer", None), torch.optim.Optimizer):
             self._before_update = optimizer.register_step_pre_hook(self._version.begin_update)
         self._exchange = exchange_tokens(expert_layers(self._policy))
@@ -174,6 +180,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
             slices_lent=nullcontext if shared is None else shared.lent,
             states=self._states,
             device=self.device,
+            require_awake=self._sleep.require_awake,
         )
         self._calls = self._make_calls(shared)
         self._generator.attach(self._builder.info, self._calls, expands=shared is None and self._exchange is None)
@@ -216,11 +223,12 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
     def _make_block_pool(self) -> BlockPool:
         """The KV cache's block pool, limited by `kv_cache_bytes` and by what `memory_limit` leaves."""
         settings, left = self._rollout_settings, self._planner.kv_limit()
+        caching = {"caches_prefixes": settings.enable_prefix_caching, "extra_bytes": settings.prefix_cache_bytes}
         if left is None or (settings.kv_cache_bytes is not None and settings.kv_cache_bytes <= left):
-            return BlockPool(settings.kv_step, settings.kv_cache_bytes, free_bytes=free_bytes)
+            return BlockPool(settings.kv_step, settings.kv_cache_bytes, free_bytes=free_bytes, **caching)
         name = f"rollout.memory_limit={self._planner.limit}"
         plan = lambda: f"\n{self.memory_plan(1, 0, self._settings.max_out_tokens)}"  # noqa: E731
-        return BlockPool(settings.kv_step, left, name, plan, free_bytes)
+        return BlockPool(settings.kv_step, left, name, plan, free_bytes, **caching)
 
     def _make_generator(self) -> Generator:
         settings = self._rollout_settings
@@ -234,6 +242,17 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
             max_out_tokens=self._settings.max_out_tokens,
             require_memory=self._require_memory,
             runs_other_methods=True,
+            return_router_indices=settings.return_router_indices,
+        )
+
+    def _make_sleep(self) -> Sleep:
+        return Sleep(
+            self.device,
+            free=self._free_inference,
+            tensors=self._training_tensors,
+            refusal=self._window_refusal,
+            exchange=all_gather_objects if world_size() > 1 else lambda value: [value],
+            moving=lambda: self._watch.ignoring(),  # addresses change, values do not
         )
 
     # ---------------------------------------------------------------- modes
@@ -242,8 +261,10 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
     def eval(self) -> None:
         """Switch to eval mode: forwards run in the inference containers, without gradients.
 
-        From the second iteration on, rank 0 prints the summary line of DeepSpeed's hybrid engine.
+        From the second iteration on, rank 0 prints the summary line of DeepSpeed's hybrid engine. Raises RuntimeError
+        while the engine sleeps.
         """
+        self._sleep.require_awake("eval()")
         if not self._window.is_open:
             self._profiler.next_iteration()
             self._builder.fallback_reasons.reset()
@@ -287,6 +308,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
     @contextmanager
     def _eval_mode(self) -> Iterator[None]:
         """Eval mode inside the block; afterwards every module's `training` flag is restored."""
+        self._sleep.require_awake("inference")
         self._rebuild_if_changed()
         if self._in_eval or self._window.is_open:
             try:
@@ -306,11 +328,50 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
                 self._release()
 
     @with_call_lock
+    def sleep(self, level: int = 1) -> None:
+        """Let inference, or the whole engine, leave the device, so that another model can use the memory. A collective.
+
+        level: 1 frees what inference holds: the KV cache, the snapshot, the int8 copy, decoders and their CUDA graphs;
+            the next rollout after `wake()` makes them again. The engine trains, saves and loads as usual.
+            2 moves to the host in addition: weights (partitions under ZeRO-3), master weights, optimizer states and
+            gradients, at every ZeRO stage and with any optimizer. Their objects stay and can be read, on the host. What
+            ZeRO keeps on the host stays there. On CPU ranks, whose device is the host, level 2 frees no more than 1.
+        vLLM's levels, for its own copy of the weights: 1 moves it to the host, 2 drops it. Here that copy is the
+        snapshot, which is dropped at both levels, because the weights that it is made from are here.
+
+        Nothing wakes by itself. While the engine sleeps, RuntimeError is raised, with the remedy, by `eval()`,
+        `inference()`, `generate`, `rollout`, `score` and forwards in eval mode; at level 2 also by forwards,
+        `backward`, `step`, saving, loading, `coverage` and `memory_plan`. `train()`, `stats()`, `weight_version` and
+        `destroy()` work. A deeper level may follow; the same or a lower one does nothing. Weights, gradients (also
+        between `backward` and `step`), random numbers and the weight version are afterwards what they were.
+
+        Every rank must call it; it fails on all ranks or none, and then nothing has moved. Memory that tensors outside
+        of the engine share stays on the device, with a warning: a forward that waits for its backward, for example.
+        Raises ValueError for another level; RuntimeError inside `inference()`, and if ranks' calls differ or fail.
+        """
+        self._sleep.begin(level)
+
+    @with_call_lock
+    def wake(self) -> None:
+        """End sleep: what was moved to the host is on the device again. Does nothing if the engine is awake. A
+        collective.
+
+        What inference needs is made by the next window. Raises RuntimeError inside `inference()`, and torch's error if
+        the device has too little memory: then the engine sleeps on, on every rank; free memory and call it again.
+        """
+        self._sleep.end()
+
+    @property
+    def asleep(self) -> int:
+        """The level at which the engine sleeps; 0 if it is awake."""
+        return self._sleep.level
+
+    @with_call_lock
     def destroy(self) -> None:
         """Restore the model's forwards, free all copies, then destroy DeepSpeed's engine.
 
-        The memory of the engine, its model and its optimizer is freed once no references to them are left. Raises
-        RuntimeError inside `inference()`, where the model holds lent tensors.
+        The memory of the engine, its model and its optimizer is freed once no references to them are left. What sleep
+        has moved to the host stays there. Raises RuntimeError inside `inference()`, where the model holds lent tensors.
         """
         if "_containers" in self.__dict__:  # DeepSpeed also calls this if the engine's constructor failed
             self._refuse_in_window("destroy()")
@@ -326,8 +387,9 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         super().destroy()
 
     def _detect_changes(self) -> None:
-        """Update the weight version for changes since the last call. Skipped in a window, where tensors are lent."""
-        if self._window.is_open:
+        """Update the weight version for changes since the last call. Skipped in a window, where tensors are lent, and
+        while weights are in host memory."""
+        if self._window.is_open or self._sleep.level == 2:
             return
         self._version.end_update()
         if self._tree.changed():
@@ -393,17 +455,42 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
     def _free_kv(self) -> None:
         self._generator.release_kv()
 
+    def _free_inference(self) -> None:
+        """Free all that the next window can make again."""
+        with self._profiler.phase("release"):
+            if self._module_exchange is not None:
+                self._module_exchange.release()
+            self._free_kv()
+            self._release_weights()
+
+    def _training_tensors(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
+        """Every tensor of the model and its optimizer, and those of them that have no content to keep."""
+        held = tensors_in(self.module, self.optimizer, getattr(self, "basic_optimizer", None))
+        return held, scratch(self.optimizer)
+
     @contextmanager
     def _training_state(self) -> Iterator[None]:
         """Inside the block, even in a window, the model holds its own weights and training states are on the device."""
         on_device = nullcontext() if self._states is None else self._states.on_device()
         # DeepSpeed reads with `modifier_rank`: no write.
+        self._sleep.require_awake("saving", level=2)
         with self.call_lock, self._window.suspended(), self._watch.ignoring(), on_device:
             yield
 
+    def _window_refusal(self, call: str) -> RuntimeError | None:
+        """The error of a call that must not be made inside a window; None outside of one."""
+        if not self._window.is_open:
+            return None
+        return RuntimeError(f"{call} inside `with engine.inference()`: leave the block first")
+
     def _refuse_in_window(self, call: str) -> None:
-        if self._window.is_open:
-            raise RuntimeError(f"{call} inside `with engine.inference()`: leave the block first")
+        if error := self._window_refusal(call):
+            raise error
+
+    def _require_states(self, call: str) -> None:
+        """Raise RuntimeError for a call that needs the training states in their places: inside a window, and asleep."""
+        self._refuse_in_window(call)
+        self._sleep.require_awake(call, level=2)
 
     # ------------------------------------------------------------- training
 
@@ -414,10 +501,12 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         Takes the model's arguments and gives its output.
         """
         if self._in_eval or self._window.is_open:
+            self._sleep.require_awake("forward() in eval mode")
             self._rebuild_if_changed()
             # The containers open the window. Parts of a wrapper that do not generate run as in training.
             with autocast_if_enabled(self), torch.no_grad():
                 return self.module(*inputs, **kwargs)
+        self._sleep.require_awake("forward()", level=2)
         with self._training():
             return super().forward(*inputs, **kwargs)
 
@@ -431,6 +520,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         """DeepSpeed's backward. Raises RuntimeError in eval mode, where forwards have no gradients."""
         if self._in_eval or self._window.is_open:
             raise RuntimeError("backward() in eval mode, whose forwards have no gradients; call engine.train() first")
+        self._sleep.require_awake("backward()", level=2)
         with self._training():
             return super().backward(*args, **kwargs)
 
@@ -438,9 +528,9 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
     def step(self, *args: Any, **kwargs: Any) -> None:
         """DeepSpeed's step. The weights get a new version if it applied an update, or raised when it would have.
 
-        Raises RuntimeError inside `inference()`.
+        Raises RuntimeError inside `inference()`, and asleep at level 2.
         """
-        self._refuse_in_window("step()")
+        self._require_states("step()")
         self._version.end_update()  # count a step of the optimizer that was made without the engine
         applies, skipped = self.is_gradient_accumulation_boundary(), self.skipped_steps
         try:
@@ -491,7 +581,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
     @with_call_lock
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's load_checkpoint; the weights get a new version. Raises RuntimeError inside `inference()`."""
-        self._refuse_in_window("load_checkpoint()")
+        self._require_states("load_checkpoint()")
         try:
             return super().load_checkpoint(*args, **kwargs)
         finally:
@@ -503,7 +593,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
 
         Raises RuntimeError inside `inference()`.
         """
-        self._refuse_in_window("load_module_state_dict()")
+        self._require_states("load_module_state_dict()")
         try:
             return super().load_module_state_dict(*args, **kwargs)
         finally:
@@ -531,7 +621,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         merged=False without PEFT adapters; NotImplementedError for adapters that cannot be merged. If writing fails,
         rank 0 raises the error and all other ranks RuntimeError.
         """
-        self._refuse_in_window("save_pretrained()")
+        self._require_states("save_pretrained()")
         save_pretrained(part or self.module, directory, merged, max_shard_bytes, instead)
 
     def mark_weights_changed(self) -> None:
@@ -585,41 +675,99 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
 
     def rollout(
         self,
-        prompt_ids: torch.Tensor,
-        prompt_mask: torch.Tensor,
+        prompt_ids: torch.Tensor | None,
+        prompt_mask: torch.Tensor | None,
         sampling: SamplingParams,
         num_generations: int = 1,
         adapters: bool | None = None,
         row_ids: torch.Tensor | None = None,
         max_new_tokens: torch.Tensor | None = None,
+        environment: Any = None,
+        environment_limits: EnvironmentLimits | None = None,
+        stop_after: StopAfter | None = None,
+        resume: UnfinishedRows | None = None,
+        on_rows: Callable[[RolloutBatch], None] | None = None,
         **model_inputs: Any,
     ) -> RolloutBatch:
         """Completions of prompts, with the logprobs of the sampled tokens.
 
         prompt_ids, prompt_mask: [rows, prompt_len], left padded; ids of any integer dtype, a mask of any dtype, on any
-            device. A rank may have 0 rows. The returned batch is on the model's device, its ids and masks int64.
+            device. A rank may have 0 rows. The returned batch is on the model's device, its ids and masks int64. None
+            with `resume`: no new prompts.
         num_generations: completions per prompt, at least 1.
         adapters: None uses the model's active adapters; False samples from the base model.
         row_ids: integers [rows] that key the sampling RNG, unique over all ranks' prompts: with the same ids a rollout
             does not depend on the world size. None numbers the rows of each rank in a range of its own.
         max_new_tokens: integers [rows], of each prompt's completions, at most `sampling.max_new_tokens`; None: that for
             all.
-        Raises, before any weight is gathered: TypeError or ValueError for invalid prompts, row ids or limits, a model
-        without `generate`, a sequence longer than `max_out_tokens`, or one that memory limits do not allow;
-        NotImplementedError for an encoder-decoder and for `model_inputs`.
+        environment: answers the rows' turns, so that they have several; an object with two methods, each plain (called
+            in a thread) or a coroutine. `reset(row, prompt_ids)` gives the token ids of the row's prompt, or None for
+            the given one; `step(row, completion_ids)` gets the tokens sampled in a turn, int64 [n] on the host, and
+            gives an Observation. row: prompts × generations. While one row's environment works, the others decode.
+            What raises ends its row, and is in the batch's `finish_reason` and `errors`.
+        environment_limits: None: EnvironmentLimits().
+        stop_after: stops the rows that are left once so many are done; they come back as the batch's `unfinished`.
+        resume: rows of an earlier rollout to go on with, before the new ones; with their sampling keys and limits.
+        on_rows: called, between decode steps, with rows that are done. `rollout_iter` gives them in a loop.
+        Raises, before any weight is gathered: TypeError or ValueError for invalid prompts, row ids, limits or
+        environments, a model without `generate`, a sequence longer than `max_out_tokens`, or one that memory limits do
+        not allow; NotImplementedError for an encoder-decoder, for `model_inputs`, and for an environment together with
+        `stop_after` or `resume`; and, if the model runs in its own layers, for each of the three.
         """
         require_token_ids(self._builder.info, model_inputs, "rollout")
+        call = RolloutCall(
+            prompt_ids,
+            prompt_mask,
+            sampling,
+            num_generations,
+            row_ids,
+            max_new_tokens,
+            environment,
+            environment_limits,
+            stop_after,
+            resume,
+            on_rows,
+        )
         with self._call(adapters):
-            return self._generator.rollout(
-                prompt_ids,
-                prompt_mask,
-                sampling,
-                num_generations,
-                adapters,
-                row_ids,
-                self._snapshot.weights.number(),
-                max_new_tokens,
-            )
+            return self._generator.rollout(call, adapters, self._snapshot.weights.number())
+
+    def rollout_iter(self, *args: Any, adapters: bool | None = None, **kwargs: Any) -> Stream[RolloutBatch]:
+        """`rollout`, with the same arguments, whose rows come as they finish: `for row in engine.rollout_iter(...)`, or
+        `async for`.
+
+        Each item is a RolloutBatch of one row (and of its forks, if it has any), with its `row_index`. The rollout goes
+        on in a thread meanwhile, so that rewards can be computed while others decode; this thread's next calls of the
+        engine wait for its end. The stream's `output()` is what `rollout` returns. If its iteration ends early,
+        `close()` the stream, or use it in a `with`.
+        Raises what `rollout` raises, from the iteration.
+        """
+
+        def run(put: Callable[[RolloutBatch], None]) -> RolloutBatch:
+            given: set[int] = set()
+
+            def give_rows(batch: RolloutBatch) -> None:
+                index = batch.row_index.tolist()
+                for row in dict.fromkeys(index):
+                    if row not in given:
+                        given.add(row)
+                        put(batch.select_rows([at for at, of_row in enumerate(index) if of_row == row]))
+
+            whole = self.rollout(*args, adapters=adapters, on_rows=give_rows, **kwargs)
+            give_rows(whole)
+            return whole
+
+        return Stream(run, self.call_lock, self.device, stops=not self.in_step)
+
+    def generate_stream(self, *args: Any, **kwargs: Any) -> Stream[torch.Tensor]:
+        """`generate`, with the same arguments, whose tokens come as they are drawn: int64 [rows] for each step, padding
+        after a row's end. The stream's `output()` is what `generate` returns.
+
+        Rows are decoded in lockstep: for many rows `rollout_iter` is faster.
+        """
+        stops = not self.in_step
+        return Stream(
+            lambda put: self.generate(*args, streamer=TokenStreamer(put), **kwargs), self.call_lock, self.device, stops
+        )
 
     def score(
         self,
@@ -674,28 +822,34 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         batch_size: this rank's sequences, every generation of a prompt counted; at most `rollout.max_num_seqs` of them
             are decoded at once.
         prompt_length, max_new_tokens: tokens.
-        Only arithmetic: nothing is allocated, and it is not a collective.
+        Only arithmetic: nothing is allocated, and it is not a collective. Raises RuntimeError asleep at level 2.
         """
+        self._sleep.require_awake("memory_plan()", level=2)  # plans read where the weights are
         return self._planner.plan(min(batch_size, self._rollout_settings.max_num_seqs), prompt_length + max_new_tokens)
 
     def coverage(self) -> list[dict[str, str]]:
         """What eval mode runs: for each part of the model its `module` name, `kind`, `container` and the reason.
 
-        A fused decoder is compared with the model's layers on first use; if it differs, later calls report that.
+        A fused decoder is compared with the model's layers on first use; if it differs, later calls report that. Raises
+        RuntimeError asleep at level 2.
         """
+        self._sleep.require_awake("coverage()", level=2)
         with autocast_if_enabled(self):
             copied = not (self._streams and self._fused.fallback_reason_now())
             return coverage_of(self._containers, self._fused, copied)
 
     def stats(self) -> dict[str, float | str]:
         """This rank's statistics since the last `eval()`: seconds by phase (`gather_s`, `merge_s`, `prefill_s`,
-        `decode_s`, `wait_s`, `release_s`, `train_s`, `elapsed_s`), `tokens` generated, `tokens_per_s` of prefill,
-        decode and wait together, and `gathered_bytes`; `refresh_s`: seconds of gathering and merging, the most of the
-        ranks that share weights (`inference_tp_size`) as of their latest request. Memory held now: `snapshot_bytes`,
-        `container_bytes` (copies that fused containers made in addition) and `kv_bytes`. `peak_bytes`: the sum of the
-        peaks of the snapshot with one gathered group, the containers, the KV cache and the fused decoder's largest
-        forward. `fallback_reason`: why the latest request that could not run fused ran in the model's own layers, and
-        the remedy; "" if every request ran fused."""
+        `decode_s`, `environment_s` (nothing could decode until an environment answered), `wait_s`, `release_s`,
+        `train_s`, `elapsed_s`), `tokens` generated, `prefilled_tokens` and `cached_tokens` of prompts (computed, and
+        found in the KV cache; of all ranks that decode one batch), `tokens_per_s` of prefill, decode and wait together,
+        and `gathered_bytes`; `refresh_s`: seconds of gathering and merging, the most of the ranks that share weights
+        (`inference_tp_size`) as of their latest request. Memory held now: `snapshot_bytes`,
+        `container_bytes` (copies that fused containers made in addition) and `kv_bytes`. `asleep`: the level at which
+        the engine sleeps, 0 if it is awake; `host_bytes`: what it has in host memory for that time. `peak_bytes`: the
+        sum of the peaks of the snapshot with one gathered group, the containers, the KV cache and the fused decoder's
+        largest forward. `fallback_reason`: why the latest request that could not run fused ran in the model's own
+        layers, and the remedy; "" if every request ran fused."""
         exchange_bytes = 0 if self._module_exchange is None else self._module_exchange.nbytes()
         decoders = [self._fused] if self._int8 is None else [self._fused, self._int8]
         peak_bytes = self._snapshot.peak_bytes
@@ -711,6 +865,8 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
             + sum(fused.nbytes() for fused in decoders)
             + self._generator.peak_kv_bytes()
             + max(fused.peak_activation_bytes() for fused in decoders),
+            "asleep": self._sleep.level,
+            "host_bytes": self._sleep.host.nbytes(),
             "fallback_reason": self._builder.fallback_reasons.last,
             "native_reason": self._builder.fallback_reasons.last,  # its name in 0.2, for a release
         }

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from hybrid.parallel import SharedCounter, rank
 
 # gather: all-gathers of partitioned weights.  merge: adapters into weights.  prefill, decode: forwards over prompts and
-# over new tokens.  wait: for other ranks, where ranks decode together.  release: freeing memory, and offloading and
-# reloading training states.  train: forward, backward and step in train mode.
-PHASES = ("gather", "merge", "prefill", "decode", "wait", "release", "train")
+# over new tokens.  environment: nothing can decode until an environment answers.  wait: for other ranks, where ranks
+# decode together.  release: freeing memory, and offloading and reloading training states.  train: forward, backward and
+# step in train mode.
+PHASES = ("gather", "merge", "prefill", "decode", "environment", "wait", "release", "train")
 
 Phase = Callable[[str], AbstractContextManager]  # times its block under one of PHASES
 
@@ -23,6 +24,8 @@ class Iteration:
     started: float = field(default_factory=time.perf_counter)
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     tokens: int = 0
+    prefilled_tokens: int = 0
+    cached_tokens: int = 0
     gathered_bytes: int = 0
     group_refresh_s: float = 0.0  # the most `Profiler.refresh_s` of the ranks of a group
 
@@ -64,6 +67,11 @@ class Profiler:
         self.samples.add(samples)
         self.now.tokens += tokens
 
+    def prefilled(self, computed: int, cached: int) -> None:
+        """Add tokens of prompts that were computed, and that were found in the KV cache."""
+        self.now.prefilled_tokens += computed
+        self.now.cached_tokens += cached
+
     def gathered(self, nbytes: int) -> None:
         """Add bytes that this rank has gathered."""
         self.now.gathered_bytes += nbytes
@@ -78,8 +86,9 @@ class Profiler:
 
     def stats(self) -> dict[str, float]:
         """This rank's statistics of the current iteration: `<phase>_s` and `elapsed_s` in seconds, `tokens`,
-        `tokens_per_s` of prefill, decode and wait together, `gathered_bytes`; and `refresh_s`, of gather and merge, the
-        most of the ranks that share weights as of their latest request."""
+        `prefilled_tokens` and `cached_tokens` of prompts, `tokens_per_s` of prefill, decode and wait together,
+        `gathered_bytes`; and `refresh_s`, of gather and merge, the most of the ranks that share weights as of their
+        latest request."""
         seconds = {f"{name}_s": self.now.seconds[name] for name in PHASES}
         generating_s = self.now.seconds["prefill"] + self.now.seconds["decode"] + self.now.seconds["wait"]
         return {
@@ -87,6 +96,8 @@ class Profiler:
             "refresh_s": max(self.refresh_s(), self.now.group_refresh_s),
             "elapsed_s": time.perf_counter() - self.now.started,
             "tokens": self.now.tokens,
+            "prefilled_tokens": self.now.prefilled_tokens,
+            "cached_tokens": self.now.cached_tokens,
             "tokens_per_s": self.now.tokens / generating_s if generating_s > 0 else 0.0,
             "gathered_bytes": self.now.gathered_bytes,
         }

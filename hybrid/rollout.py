@@ -1,9 +1,11 @@
 """The request and the result of a rollout, SamplingParams and RolloutBatch, with TRL's names; checks of prompts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from transformers import GenerationConfig
 
 from hybrid.inputs import is_integer
@@ -54,9 +56,7 @@ class SamplingParams:
             "min_new_tokens": (0 <= self.min_new_tokens <= self.max_new_tokens, "between 0 and max_new_tokens"),
             "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
         }
-        for name, (holds, allowed) in rules.items():
-            if not holds:
-                raise ValueError(f"SamplingParams.{name}: {getattr(self, name)!r} given; it must be {allowed}")
+        require_rules("SamplingParams", self, rules)
 
     def generation_config(self, model: Any, num_generations: int) -> GenerationConfig:
         """The equivalent Hugging Face GenerationConfig. Only special tokens come from the model's own: a checkpoint's
@@ -82,6 +82,56 @@ class SamplingParams:
         return WholeGenerationConfig(**settings)
 
 
+@dataclass(frozen=True)
+class Observation:
+    """What an environment's `step` gives.
+
+    ids: token ids that follow the turn: a tensor or a sequence. They are not sampled, and are masked in the loss.
+    reward: of the turn; None: none.
+    done: whether the row ends here.
+    prompt_ids: instead of `ids`, tokens that the row goes on from, where a chat template rewrites what came before:
+        what the row has so far becomes a training row of its own (a fork). None: no fork.
+    """
+
+    ids: Sequence[int] | torch.Tensor = ()
+    reward: float | None = None
+    done: bool = False
+    prompt_ids: Sequence[int] | torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class EnvironmentLimits:
+    """What a row may use of its environment. Raises ValueError for a value outside the range given below.
+
+    max_turns: sampled turns of a row; at least 1.
+    max_turn_tokens: sampled tokens of a turn; None: as many as `SamplingParams.max_new_tokens`, which counts the tokens
+        of all turns and observations.
+    step_timeout_s: seconds that a `reset` or `step` may take; the row ends then. None: no limit.
+    max_concurrent_steps: steps of this rank that run at once, each in a thread; at least 1.
+    """
+
+    max_turns: int = 16
+    max_turn_tokens: int | None = None
+    step_timeout_s: float | None = 60.0
+    max_concurrent_steps: int = 64
+
+    def __post_init__(self):
+        rules = {
+            "max_turns": (self.max_turns >= 1, "at least 1"),
+            "max_turn_tokens": (self.max_turn_tokens is None or self.max_turn_tokens >= 1, "at least 1, or None"),
+            "step_timeout_s": (self.step_timeout_s is None or self.step_timeout_s > 0, "above 0, or None"),
+            "max_concurrent_steps": (self.max_concurrent_steps >= 1, "at least 1"),
+        }
+        require_rules("EnvironmentLimits", self, rules)
+
+
+def require_rules(kind: str, values: Any, rules: dict[str, tuple[bool, str]]) -> None:
+    """Raise ValueError for the first field whose rule does not hold.  rules: by field, with what is allowed."""
+    for name, (holds, allowed) in rules.items():
+        if not holds:
+            raise ValueError(f"{kind}.{name}: {getattr(values, name)!r} given; it must be {allowed}")
+
+
 def end_token_ids(model: Any, more: tuple[int, ...] = ()) -> list[int]:
     """All end tokens: of the model's generation configuration, of its model configuration, and `more`."""
     ends: list[int] = []
@@ -99,6 +149,58 @@ def pad_token_id(model: Any, ends: list[int]) -> int:
 
 
 @dataclass(frozen=True)
+class StopAfter:
+    """When a rollout ends before all of its rows are done. Give one of the three, at least 1.
+
+    rows: so many rows are done.  groups: all generations of so many prompts are.  rows_per_group: so many generations
+        of each prompt are.
+    """
+
+    rows: int | None = None
+    groups: int | None = None
+    rows_per_group: int | None = None
+
+    def __post_init__(self):
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        if len(given) != 1 or min(given.values()) < 1:
+            raise ValueError(f"StopAfter: {given} given; it must be one of rows, groups, rows_per_group, at least 1")
+
+
+@dataclass(frozen=True)
+class UnfinishedRows:
+    """Rows of a rollout that were stopped before they were done; `rollout(resume=...)` goes on with them, under the
+    weights of that time.
+
+    prompt_ids, prompt_mask: int64 [rows, prompt_len], left padded.
+    completion_ids, completion_mask: int64 [rows, n], what was sampled so far, right padded.
+    logps: float32 [3, rows, n]: sampling, old, raw, as in RolloutBatch.
+    weight_versions: int64 [rows, n], of the weights that sampled each token.
+    sampling_keys: int64 [rows], with which they go on: under the same weights, to the tokens without the stop.
+    limits: int64 [rows], the most new tokens.  groups: int64 [rows], equal for generations of one prompt.
+    row_index: int64 [rows], which row of the stopped call each is.
+    """
+
+    prompt_ids: torch.Tensor
+    prompt_mask: torch.Tensor
+    completion_ids: torch.Tensor
+    completion_mask: torch.Tensor
+    logps: torch.Tensor
+    weight_versions: torch.Tensor
+    sampling_keys: torch.Tensor
+    limits: torch.Tensor
+    groups: torch.Tensor
+    row_index: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids)
+
+    def select_rows(self, rows: list[int]) -> "UnfinishedRows":
+        """The given rows."""
+        tensors = {name: value[rows] for name, value in vars(self).items() if name != "logps"}
+        return replace(self, logps=self.logps[:, rows], **tensors)
+
+
+@dataclass(frozen=True)
 class RolloutBatch:
     """Completions of prompts. Rows are prompts × generations, a prompt's generations next to each other.
 
@@ -112,9 +214,24 @@ class RolloutBatch:
         trainer computes under this name, the old policy in PPO's ratio. `engine.score` recomputes it; with
         `rollout.weight_dtype: int8` it gives the trainer's, while these are of the int8 policy.
     raw_per_token_logps: the same shape, under softmax(logits), the raw model; vLLM's "raw_logprobs".
-    finish_reason: for each row, "stop" if it has an end token, else "length".
-    weight_version: version of the weights that sampled.
+    finish_reason: for each row, "stop" if it has an end token, or its environment was done; "length"; "turns" for
+        EnvironmentLimits.max_turns; "environment_error" and "environment_timeout" if the environment raised, or did not
+        answer in time.
+    weight_version: version of the weights, the latest that sampled.
     timings: this rank's seconds by phase and number of tokens.
+    row_index: int64 [rows], which row of the call each is: prompts × generations, after those of `resume`. Rows of
+        `unfinished` are missing; a row that forked is there once for each fork, in order.
+    weight_versions: int64 [rows, completion_len], of the weights that sampled each token; 0 where masked.
+    observation_mask: int64 [rows, completion_len], 1 for an environment's tokens, where completion_mask is 0.
+    turn_ids: int64 [rows, completion_len], the turn, from 0, of each token, its observation included; -1 for padding.
+    turn_rewards, turn_seconds: for each row, the environment's reward after each turn (None without one), and the
+        seconds of its step.
+    errors: for each row, what its environment raised; "" for nothing.
+    unfinished: rows that were stopped by `stop_after`, for `resume`; None without any.
+    router_indices: with `rollout.return_router_indices`, the experts that each token of `sequences` was routed to, for
+        `replay_routing`: int16 [rows, prompt_len + completion_len, layers with experts, experts per token], in host
+        memory, the expert with the largest weight first. -1 at padding and at a row's last token, which sampling does
+        not run through the model. Otherwise None. Of tokens before `resume` those of the new weights.
     """
 
     prompt_ids: torch.Tensor
@@ -127,6 +244,15 @@ class RolloutBatch:
     finish_reason: list[str]
     weight_version: int
     timings: dict[str, float] = field(default_factory=dict)
+    row_index: torch.Tensor | None = None
+    weight_versions: torch.Tensor | None = None
+    observation_mask: torch.Tensor | None = None
+    turn_ids: torch.Tensor | None = None
+    turn_rewards: list[list[float | None]] = field(default_factory=list)
+    turn_seconds: list[list[float]] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    unfinished: "UnfinishedRows | None" = None
+    router_indices: torch.Tensor | None = None
 
     def first_rows(self, count: int) -> "RolloutBatch":
         """A batch of the first `count` rows."""
@@ -134,8 +260,43 @@ class RolloutBatch:
 
     def select_rows(self, rows: list[int]) -> "RolloutBatch":
         """A batch of the given rows, repeats allowed."""
-        tensors = {name: value[rows] for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
-        return replace(self, finish_reason=[self.finish_reason[row] for row in rows], **tensors)
+        by_row = {name: value[rows] for name, value in self.tensors().items()}
+        lists = {name: value for name, value in vars(self).items() if isinstance(value, list) and value}
+        return replace(self, **by_row, **{name: [value[row] for row in rows] for name, value in lists.items()})
+
+    def padded(self, prompt_len: int, completion_len: int, pad_token_id: int = 0) -> "RolloutBatch":
+        """The same with prompts padded on the left, and what is of completions on the right, to these widths."""
+        fills = {"prompt_ids": pad_token_id, "completion_ids": pad_token_id, "turn_ids": -1}
+        wider: dict[str, torch.Tensor] = {}
+        if self.router_indices is not None:
+            left, right = prompt_len - self.prompt_ids.shape[1], completion_len - self.completion_ids.shape[1]
+            wider["router_indices"] = F.pad(self.router_indices, (0, 0, 0, 0, left, right), value=-1)
+        for name, tensor in self.tensors(2).items():
+            of_prompt = name.startswith("prompt_")
+            more = (prompt_len if of_prompt else completion_len) - tensor.shape[1]
+            wider[name] = F.pad(tensor, (more, 0) if of_prompt else (0, more), value=fills.get(name, 0))
+        return replace(self, **wider)
+
+    @staticmethod
+    def cat(batches: "Sequence[RolloutBatch]", pad_token_id: int = 0) -> "RolloutBatch":
+        """The rows of batches, one after the other, padded to equal widths; what is not of rows is the first one's."""
+        widths = [max(getattr(batch, name).shape[1] for batch in batches) for name in ("prompt_ids", "completion_ids")]
+        batches = [batch.padded(*widths, pad_token_id) for batch in batches]
+        joined: dict[str, Any] = {
+            name: torch.cat([getattr(batch, name) for batch in batches]) for name in batches[0].tensors()
+        }
+        for name in (name for name, value in vars(batches[0]).items() if isinstance(value, list)):
+            joined[name] = [item for batch in batches for item in getattr(batch, name)]
+        return replace(batches[0], **joined)
+
+    def tensors(self, dim: int | None = None) -> dict[str, torch.Tensor]:
+        """The tensors by name, of so many dimensions; the first is that of the rows."""
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        return {name: value for name, value in tensors.items() if dim in (None, value.dim())}
+
+    def renumbered(self, rows: list[int]) -> "RolloutBatch":
+        """The batch whose row `i` of the call is row `rows[i]` of another."""
+        return replace(self, row_index=torch.tensor(rows, device=self.row_index.device)[self.row_index])
 
     @property
     def sequences(self) -> torch.Tensor:
@@ -144,8 +305,12 @@ class RolloutBatch:
 
     @property
     def attention_mask(self) -> torch.Tensor:
-        """The mask of `sequences`, padded on both sides.  int64 [rows, prompt_len + completion_len]"""
-        return torch.cat([self.prompt_mask, self.completion_mask], dim=1)
+        """The mask of `sequences`, padded on both sides; 1 for observations.  int64 [rows, prompt_len +
+        completion_len]"""
+        completion = self.completion_mask
+        if self.observation_mask is not None:
+            completion = completion | self.observation_mask
+        return torch.cat([self.prompt_mask, completion], dim=1)
 
 
 def check_prompts(prompt_ids: Any, prompt_mask: Any, name: str = "prompt_ids") -> None:

@@ -19,7 +19,6 @@ from rlhf_examples.common.command_line import run_command
 from rlhf_examples.common.engines import deepspeed_config
 from rlhf_examples.common.models import load_exported, load_tokenizer, merged, require_model
 from rlhf_examples.common.ranks import device, end_preparation, seed_everything
-from rlhf_examples.data.conversations import turn_end_token
 
 Messages = list[dict[str, str]]
 HELP = "Enter sends a message. /new starts a new conversation, /quit (or Ctrl-D) exits."
@@ -75,7 +74,7 @@ def answer(
 ) -> str:
     """Generate the model's answer to the last message, print it as it is generated, and return it."""
     ids = encode_prompt(tokenizer, messages, json.loads(args.chat_template_kwargs or "{}"))
-    ends = [*args.stop_token_ids, tokenizer.eos_token_id, turn_end_token(tokenizer)]
+    ends = [*args.stop_token_ids, tokenizer.eos_token_id, hybrid.turn_end_token(tokenizer)]
     ends = [token for token in dict.fromkeys(ends) if token is not None]
     sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p} if args.temperature else {}
     tokens = engine.generate(

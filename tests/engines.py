@@ -133,7 +133,7 @@ def storage_digest(engine: hybrid.HybridEngine) -> str:
             left = parameter.ds_numel - dist.get_rank() * parameter.ds_tensor.numel()
             storage = parameter.ds_tensor[: max(left, 0)]
         digest.update(name.encode())
-        digest.update(storage.contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(storage.contiguous().cpu().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -53,14 +53,15 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.re
 
 @every_page
 def test_every_code_block_has_a_language(page):
-    """ "python" blocks are run by this file, `test_readme.py` and `test_trl.py`; "bash" by `test_launchers.py`,
-    `test_recipes.py` and, for `make`, CI; "text" is not run."""
+    """ "python" blocks are run by this file, `test_readme.py`, `test_environments.py` and `test_trl.py`; "bash" by
+    `test_launchers.py`, `test_recipes.py` and, for `make`, CI; "text" is not run."""
     fences = re.findall(r"^```(.*)$", page.read_text(), re.M)
     assert len(fences) % 2 == 0 and set(fences[1::2]) <= {""}
     allowed = {
         "README.md": {"python", "bash", "text"},
         "launchers.md": {"bash", "text"},
         "migration.md": {"python"},
+        "environments.md": {"python"},
     }
     assert set(fences[::2]) <= allowed.get(page.name, {"text"})
 

@@ -17,6 +17,10 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = [
     ("hybrid", "hybrid.hybrid_engine", "hybrid.inference_engine", "hybrid.integrations"),
     ("hybrid.compat",),
+    ("hybrid.environments",),
+    ("hybrid.episodes", "hybrid.step_environment"),
+    ("hybrid.tool_calls",),
+    ("hybrid.chat_template", "hybrid.background_loop"),
     ("hybrid.initialize",),
     ("hybrid.engine",),
     ("hybrid.inference",),
@@ -26,6 +30,7 @@ LAYERS = [
     ("hybrid.generation",),
     ("hybrid.rollout",),
     ("hybrid.decoders",),
+    ("hybrid.sleep",),
     ("hybrid.weights",),
     ("hybrid.models",),
     ("hybrid.kernels",),

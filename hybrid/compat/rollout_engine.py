@@ -1,5 +1,6 @@
 """DeepSpeed's rollout interface, `deepspeed.runtime.rollout.RolloutEngine` (0.19.8), based on `engine.rollout`."""
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -148,20 +149,13 @@ def build_rollout(rollout_cfg: Any, student_engine: Any = None, tokenizer: Any =
 
 
 def joined(batches: Sequence[RolloutBatch]) -> RolloutBatch:
-    """Batches with one prompt_len concatenated; completions are zero-padded on the right to the longest."""
-    width = max(batch.completion_ids.shape[1] for batch in batches)
-    tensors = {}
-    for name in (name for name, value in vars(batches[0]).items() if isinstance(value, torch.Tensor)):
-        parts = [getattr(batch, name) for batch in batches]
-        if not name.startswith("prompt_"):
-            parts = [torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts]
-        tensors[name] = torch.cat(parts)
-    return replace(
-        batches[0],
-        **tensors,
-        finish_reason=[reason for batch in batches for reason in batch.finish_reason],
-        timings={name: sum(batch.timings[name] for batch in batches) for name in batches[0].timings},
-    )
+    """The rows of rollouts as one rollout."""
+    firsts = itertools.accumulate((len(batch.prompt_ids) for batch in batches), initial=0)
+    numbered = [
+        replace(batch, row_index=batch.row_index + first) for batch, first in zip(batches, firsts, strict=False)
+    ]
+    timings = {name: sum(batch.timings[name] for batch in batches) for name in batches[0].timings}
+    return replace(RolloutBatch.cat(numbered), timings=timings)
 
 
 def profile(batch: RolloutBatch, samples: int, total_s: float) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -28,12 +28,34 @@ class PackedBatch:
     block_tables: torch.Tensor
 
 
+class KVWeights(NamedTuple):
+    """The weights that compute keys and values.
+
+    version: another one after every change of the weights.  variant: which of the decoders over them, such as with or
+        without adapters.
+    """
+
+    version: Hashable
+    variant: Hashable
+
+
 @dataclass(frozen=True)
 class PagedKV:
-    """Keys and values of every layer, in blocks of BLOCK_SIZE tokens, laid out by the decoder that allocates them."""
+    """Keys and values of every layer, in blocks of BLOCK_SIZE tokens, laid out by the decoder that allocates them.
+
+    router_indices: int16 [blocks, BLOCK_SIZE, layers with experts, experts per token], the experts that each token was
+        routed to, the one with the largest weight first; None if they are not recorded. Rows that share a block share
+        them, as they share its keys and values.
+    """
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
+    router_indices: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors, each with a leading dimension of blocks."""
+        return [*self.keys, *self.values, *([] if self.router_indices is None else [self.router_indices])]
 
     @property
     def num_blocks(self) -> int:
@@ -43,23 +65,36 @@ class PagedKV:
     @property
     def kind(self) -> object:
         """Shapes, dtypes and devices of every layer's blocks: blocks of equal kind can be copied to each other."""
-        return [(tensor.shape[1:], tensor.dtype, tensor.device) for tensor in (*self.keys, *self.values)]
+        return [(tensor.shape[1:], tensor.dtype, tensor.device) for tensor in self.tensors]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all blocks."""
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+        return sum(tensor.nbytes for tensor in self.tensors)
 
-    def take_over(self, before: "PagedKV") -> None:
-        """Copy `before`, which has fewer blocks, into the first blocks."""
-        for own, other in zip((*self.keys, *self.values), (*before.keys, *before.values), strict=True):
-            own[: before.num_blocks].copy_(other)
+    @property
+    def growth_bytes(self) -> int:
+        """The most bytes that `grown` holds beside the larger storage: one tensor."""
+        return max(tensor.nbytes for tensor in self.tensors)
+
+    def grown(self, num_blocks: int) -> "PagedKV":
+        """More blocks, the first of which have the content of these. This storage is freed tensor by tensor as it is
+        copied, and must not be used any more, also after an error."""
+
+        def larger(tensor: torch.Tensor) -> torch.Tensor:
+            grown = tensor.new_empty(num_blocks, *tensor.shape[1:])
+            grown[: len(tensor)].copy_(tensor)
+            return grown
+
+        router_indices = None if self.router_indices is None else larger(self.router_indices)
+        keys, values = ([larger(own.pop(0)) for _ in range(len(own))] for own in (self.keys, self.values))
+        return PagedKV(keys, values, router_indices)
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
         """Copy the content of block `sources[i]` to block `targets[i]`."""
         device = self.keys[0].device
         source, target = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
-        for tensor in (*self.keys, *self.values):
+        for tensor in self.tensors:
             tensor[target] = tensor[source]
 
 

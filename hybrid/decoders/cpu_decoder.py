@@ -69,7 +69,7 @@ class CpuDecoder(WholeDecoder):
                 value = getattr(self.spec, name)
                 setattr(record, name, ENUMS[name].index(value) if name in ENUMS else value)
         record.embedding_size = self.spec.embedding_size or self.spec.hidden_size
-        record.local_experts = self.spec.num_experts
+        record.local_experts, record.num_moe_layers = self.spec.num_experts, len(self.moe_layer)
         if self.vocabulary is not None:
             record.group = ctypes.addressof(self.vocabulary.group.record)
             record.vocab_size, record.whole_vocabulary = self.vocabulary.width, self.vocabulary.size
@@ -103,7 +103,7 @@ class CpuDecoder(WholeDecoder):
         self._bind_record(self.record, refs, outer)
         for index in layers:
             layer, roles = self.layer_records[index], self.layout.layers[index]
-            layer.window = self.spec.layers[index].window
+            layer.window, layer.moe_layer = self.spec.layers[index].window, self.moe_layer.get(index, 0)
             self._bind_record(layer, roles, [name for name, _ in layer._fields_])
             self.record.intermediate_size = max(
                 self.record.intermediate_size, layer.down.inputs, layer.experts_down.inputs
@@ -128,7 +128,7 @@ class CpuDecoder(WholeDecoder):
             (num_blocks, spec.num_kv_heads, BLOCK_SIZE, padded),
         )
         keys, values = ([torch.empty(shape, dtype=self.dtype) for _ in spec.layers] for shape in shapes)
-        return PagedKV(keys, values)
+        return PagedKV(keys, values, self.router_indices(num_blocks))
 
     def reserve(self, tokens: int) -> None:
         """Extend the rope tables to `tokens` positions."""
@@ -296,6 +296,8 @@ class CpuDecoder(WholeDecoder):
             return
         for record, keys, values in zip(self.layer_records, kv.keys, kv.values, strict=True):
             record.keys, record.values = address(keys, self.dtype), address(values, self.dtype)
+        experts = kv.router_indices
+        self.record.router_indices = None if experts is None else address(experts, torch.int16)
         self.lent = weakref.ref(kv)
 
     # ------------------------------------------------------------- weights

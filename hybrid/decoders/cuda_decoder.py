@@ -17,13 +17,15 @@ from hybrid.decoders.batch import BLOCK_SIZE, Draws, PackedBatch, PagedKV
 from hybrid.decoders.decode_state import MAX_STEPS, DecodeState
 from hybrid.decoders.torch_decoder import Copies, Tensors, TorchDecoder, no_lora_deltas
 from hybrid.decoders.tp_decoder import ShardedDecoder
+from hybrid.kernels import require_contiguous
 from hybrid.kernels.attention_backend import AttentionBackend, AttentionSettings, LayerBlocks
 from hybrid.kernels.cuda_graph import Graphs, Run, capture_sizes
 from hybrid.kernels.flashinfer_attention import FlashInferAttention
 from hybrid.kernels.kv_addresses import LayerKV, kv_addresses
+from hybrid.kernels.torch_ops import Record
 from hybrid.kernels.triton_attention import WIDEST_TILE, TritonAttention
 from hybrid.kernels.triton_decode import decode_slot_mapping
-from hybrid.kernels.triton_experts import mixture
+from hybrid.kernels.triton_experts import mixture, record_experts
 from hybrid.kernels.triton_fused import QKNorm, activated, add_norm, rope_and_write
 from hybrid.models.spec import DecoderLayout, ParamRef
 from hybrid.weights.lora import LowRank
@@ -120,7 +122,8 @@ class CudaDecoder(TorchDecoder):
         self.state: DecodeState | None = None
         self.addresses: tuple[float, ...] = ()  # of the weights and LoRA factors, and LoRA's scales
         self.kv_table: torch.Tensor | None = None  # int64 [layers, 2]: addresses of the blocks that kernels read
-        self.lent: weakref.ref[PagedKV] | None = None  # the blocks whose addresses the table holds
+        self.experts_address: torch.Tensor | None = None  # int64 [1]: of these blocks' `router_indices`
+        self.lent: weakref.ref[PagedKV] | None = None  # the blocks whose addresses the tables hold
 
     def bind(self) -> None:
         """As TorchDecoder's. Graphs are kept if no weight has moved and no LoRA scale has changed."""
@@ -300,9 +303,13 @@ class CudaDecoder(TorchDecoder):
             return
         if self.kv_table is None:
             self.kv_table = torch.zeros(len(kv.keys), 2, dtype=torch.int64, device=self.device)
+            self.experts_address = torch.zeros(1, dtype=torch.int64, device=self.device)
             arguments = attention_settings(self.spec, self.dtype), self.device
             self.attention, self.graphed_attention = self.make_attention(*arguments), TritonAttention(*arguments)
         self.kv_table.copy_(kv_addresses(kv.keys, kv.values))
+        if kv.router_indices is not None:
+            require_contiguous(self.device, torch.int16, kv.router_indices)
+            self.experts_address.fill_(kv.router_indices.data_ptr())
         self.lent = weakref.ref(kv)
 
     def _layer_kv(self, index: int) -> LayerKV:
@@ -315,14 +322,14 @@ class CudaDecoder(TorchDecoder):
         """Run a layer. Takes and gives the residual stream [tokens, hidden] and what is still to be added to it."""
         block = self.blocks[index]
         x, hidden = self._added_and_normed(block, "attention_norm", hidden, pending)
-        attended = self._attention(index, x, step, kv)
+        attended, record = self._attention(index, x, step, kv), self._record(index, step, kv)
         if self.spec.parallel:
             attended = self._norm(block, "attention_post_norm", attended)
             x = self._norm(block, "mlp_norm", hidden) if "mlp_norm.weight" in block else x
-            return hidden, Pending(self._norm(block, "mlp_post_norm", self._mlp(index, x)) + attended)
+            return hidden, Pending(self._norm(block, "mlp_post_norm", self._mlp(index, x, record)) + attended)
         attended = self._pending(block, "attention_post_norm", attended)
         x, hidden = self._added_and_normed(block, "mlp_norm", hidden, attended)
-        return hidden, self._pending(block, "mlp_post_norm", self._mlp(index, x))
+        return hidden, self._pending(block, "mlp_post_norm", self._mlp(index, x, record))
 
     def _pending(self, block: Tensors, role: str, output: torch.Tensor) -> Pending:
         """An output, to be normed by `role` if there is such a norm."""
@@ -356,14 +363,21 @@ class CudaDecoder(TorchDecoder):
         attend = attention.decode if step.decoding else attention.prefill
         return attend(q, blocks, batch, layer.window, self.bias)
 
-    def _mlp(self, index: int, x: torch.Tensor) -> torch.Tensor:
+    def _write_experts(
+        self, router_indices: torch.Tensor, slot_mapping: torch.Tensor, layer: int, chosen: torch.Tensor
+    ) -> None:
+        # A graph would keep `router_indices`; the address in the table is that of the current blocks.
+        record_experts(chosen, slot_mapping, self.experts_address, layer, len(self.moe_layer))
+
+    def _mlp(self, index: int, x: torch.Tensor, record: Record | None) -> torch.Tensor:
         block, spec = self.blocks[index], self.spec
         if not spec.layers[index].experts:
             up = self._linear(block, "gate_up" if spec.gated else "up", x)
             return self._linear(block, "down", activated(up, self._activation, spec.gated))
         weights = (block[f"{role}.weight"] for role in ("router", "experts_gate_up", "experts_down"))
         settings = spec.experts_per_token, spec.normalize_experts, spec.experts_float32
-        return mixture(x, *weights, *settings, lambda gate_up: activated(gate_up, self._activation, gated=True))
+        gated = partial(activated, activation=self._activation, gated=True)
+        return mixture(x, *weights, *settings, gated, record)
 
     @property
     def _activation(self) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hybrid.decoders.attention_choice import AttentionChoice, choose_attention
+from hybrid.decoders.batch import KVWeights
 from hybrid.decoders.bound_weights import BoundWeights, MetaWeights
 from hybrid.decoders.cpu_decoder import CpuDecoder, Workspace
 from hybrid.decoders.fallback import NO_WARNING, FallbackReasons, ForeignHooks, no_decoder_reason
@@ -62,6 +63,7 @@ class FusedModel:
     fallback_reason: why there is no decoder, and what the user can do about it; "" if there is one, or may be.
     warns: whether a request that runs natively is warned about; never for models that do not generate.
     attention_backend: as RolloutConfig's.
+    records_experts: whether forwards record the experts of each token, in `PagedKV.router_indices`.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class FusedModel:
         warns: bool = True,
         stream: WeightStream | None = None,
         attention_backend: str = "triton",
+        records_experts: bool = False,
     ):
         self.info, self.snapshot = info, snapshot
         self.layout = snapshot.layout if isinstance(snapshot, Int8Copy) else info.layout
@@ -95,7 +98,7 @@ class FusedModel:
             group = on_devices(on_host(group, param.device), param.dtype, param.device)
         self.group = group
         self.max_capture_size, self.workspace = max_capture_size, Workspace()
-        self.attention_backend = attention_backend
+        self.attention_backend, self.records_experts = attention_backend, records_experts
         self.remark = ""  # why it is not what the settings ask for, at the end of `description`
         self.fallback_reason = fallback_reason or no_decoder_reason(info, self.blank.embedding)
 
@@ -214,7 +217,13 @@ class FusedModel:
         if bound.key != key:
             bound.decoder.bind()
             bound.key = key
+        bound.decoder.kv_weights = self._kv_weights(with_adapters, bound)
         return bound.decoder
+
+    def _kv_weights(self, adapters: bool, bound: Bound) -> KVWeights:
+        """What the decoder computes keys and values with. Weights that have moved may be others."""
+        state = self.snapshot.weights.state(adapters)
+        return KVWeights((state.loads, state.steps), (type(self.snapshot).__name__, state.adapters, bound.key))
 
     def _decoder(self, weights: BoundWeights) -> AnyDecoder:
         """The decoder over these weights, not yet bound."""
@@ -224,9 +233,16 @@ class FusedModel:
 
     def _own_decoder(self, weights: BoundWeights, copies: Copies | None = None) -> WholeDecoder:
         """A decoder over whole weights, or over this rank's slices; not yet bound."""
-        group, embedding = self.group, weights.embedding()
-        if group is None:
+        if self.group is None:
             return self._whole_decoder(self.layout, weights, copies)
+        decoder = self._sharded_decoder(self.group, weights, copies)
+        decoder.records_experts = self.records_experts
+        return decoder
+
+    def _sharded_decoder(
+        self, group: InferenceGroup | HostGroup, weights: BoundWeights, copies: Copies | None
+    ) -> WholeDecoder:
+        embedding = weights.embedding()
         if kernels_for(embedding) == TRITON:
             from hybrid.decoders.cuda_decoder import ShardedCudaDecoder  # needs triton, which a CPU install lacks
 
@@ -243,7 +259,9 @@ class FusedModel:
     ) -> WholeDecoder:
         int8 = self._int8_weights()
         flashinfer = self.on_triton and self.attention.flashinfer
-        return whole_decoder(layout, weights, int8, self.max_capture_size, self.workspace, copies, flashinfer)
+        decoder = whole_decoder(layout, weights, int8, self.max_capture_size, self.workspace, copies, flashinfer)
+        decoder.records_experts = self.records_experts
+        return decoder
 
     def _int8_weights(self) -> Int8Weights:
         is_copy = isinstance(self.snapshot, Int8Copy)

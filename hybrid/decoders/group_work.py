@@ -46,7 +46,7 @@ class GroupWork:
         that the ranks cannot go on after.
         """
         self.is_pending = False
-        messages = all_gather_objects(packed_work((own, resources.shared())), self.group.group)
+        messages = all_gather_objects(packed_work((own, resources.shared(decoder))), self.group.group)
         works, shared = zip(*(unpacked_work(message, self.device) for message in messages), strict=True)
         resources.agree(shared)
         try:
@@ -66,9 +66,8 @@ def run_all(
     code."""
     result = failure = None
     for indices in batches_of(works):
-        parts, is_own = [works[rank] for rank in indices], index in indices
-        if is_own and len(parts) == 1:
-            parts = [own]  # with what cannot be sent
+        # This rank's own work has what cannot be sent.
+        parts, is_own = [own if rank == index else works[rank] for rank in indices], index in indices
         work = parts[0] if len(parts) == 1 else parts[0].joined(parts)
         try:
             output = work.run(decoder, resources, is_own)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybrid.decoders.batch import Draws, PackedBatch, PagedKV
+from hybrid.decoders.batch import Draws, KVWeights, PackedBatch, PagedKV
 from hybrid.decoders.bound_weights import BoundWeights
 from hybrid.decoders.drafts import Drafting, VerifiedTokens, verify_steps
 from hybrid.decoders.torch_decoder import WholeDecoder
@@ -35,6 +35,7 @@ class StreamedDecoder:
     """
 
     vocabulary = group = None  # each rank has its own tokens
+    kv_weights: KVWeights | None = None
     samples_in_kernel = samples_with_penalties = False
 
     def __init__(

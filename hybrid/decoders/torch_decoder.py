@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from weakref import WeakValueDictionary
 
 import torch
 from torch.nn import functional as F
 
-from hybrid.decoders.batch import BLOCK_SIZE, Draws, PackedBatch, PagedKV
+from hybrid.decoders.batch import BLOCK_SIZE, Draws, KVWeights, PackedBatch, PagedKV
 from hybrid.decoders.drafts import Drafting, VerifiedTokens, verify_steps
 from hybrid.decoders.vocabulary import VocabularySlice
 from hybrid.kernels import torch_ops
@@ -73,9 +74,11 @@ class WholeDecoder:
     context_block = BLOCK_SIZE  # cached tokens that attention reads at a time
     vocabulary: VocabularySlice | None = None  # what `logits` and `decode` give logits of; None: the whole vocabulary
     group: InferenceGroup | None = None  # ranks that run it together, on the same tokens; None: this rank alone
+    kv_weights: KVWeights | None = None  # what it is bound to; None: unknown, so that no keys and values are reused
     samples_in_kernel = False  # whether it has `decode_steps`
     samples_with_penalties = False  # whether sampling applies the repetition penalty and min_new_tokens
     continues_past_ends = False  # whether `decode_steps` goes on after a sequence has ended, and leaves it as it is
+    records_experts = False  # whether forwards write `PagedKV.router_indices`
 
     def __init__(
         self,
@@ -89,6 +92,8 @@ class WholeDecoder:
         self.lora_deltas = lora_deltas
         self.copies: Copies = WeakValueDictionary() if copies is None else copies
         self.most_tokens = self.most_logits = 0  # the most of any forward so far
+        # By the index of a layer with experts: its number among these.
+        self.moe_layer = {index: number for number, index in enumerate(self.spec.moe_layers)}
         self.unbind()
 
     def bind(self) -> None:
@@ -108,6 +113,13 @@ class WholeDecoder:
     ) -> VerifiedTokens:
         """As `hybrid.decoders.drafts.verify_steps`."""
         return verify_steps(self, batch, kv, draws, drafting, steps)
+
+    def router_indices(self, num_blocks: int) -> torch.Tensor | None:
+        """Memory for `PagedKV.router_indices`, its content undefined; None if experts are not recorded."""
+        if not self.records_experts:
+            return None
+        shape = num_blocks, BLOCK_SIZE, len(self.moe_layer), self.spec.experts_per_token
+        return torch.empty(shape, dtype=torch.int16, device=self.device)
 
     def decode_layers(
         self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int, last: int
@@ -226,7 +238,7 @@ class TorchDecoder(WholeDecoder):
         """Allocate blocks: keys and values [blocks, BLOCK_SIZE, kv_heads, head_dim] for each layer."""
         shape = (num_blocks, BLOCK_SIZE, self.spec.num_kv_heads, self.spec.head_dim)
         tensors = ([torch.empty(shape, dtype=self.dtype, device=self.device) for _ in self.blocks] for _ in range(2))
-        return PagedKV(*tensors)
+        return PagedKV(*tensors, self.router_indices(num_blocks))
 
     @property
     def device(self) -> torch.device:
@@ -332,11 +344,12 @@ class TorchDecoder(WholeDecoder):
         block = self.blocks[index]
         x = self._norm(block, "attention_norm", hidden)
         attended = self._norm(block, "attention_post_norm", self._attention(index, x, step, kv))
+        record = self._record(index, step, kv)
         if self.spec.parallel:
             x = self._norm(block, "mlp_norm", hidden) if "mlp_norm.weight" in block else x
-            return self._norm(block, "mlp_post_norm", self._mlp(index, x)) + attended + hidden
+            return self._norm(block, "mlp_post_norm", self._mlp(index, x, record)) + attended + hidden
         hidden = self._added(hidden, attended)
-        output = self._mlp(index, self._norm(block, "mlp_norm", hidden))
+        output = self._mlp(index, self._norm(block, "mlp_norm", hidden), record)
         return self._added(hidden, self._norm(block, "mlp_post_norm", output))
 
     def _attention(self, index: int, x: torch.Tensor, step: Step, kv: PagedKV) -> torch.Tensor:
@@ -371,7 +384,18 @@ class TorchDecoder(WholeDecoder):
         features = spec.attention_scale, spec.attention_softcap, layer.window, step.bias, eager
         return torch_ops.paged_attention(q, keys, values, step.groups, *features)
 
-    def _mlp(self, index: int, x: torch.Tensor) -> torch.Tensor:
+    def _record(self, index: int, step: Step, kv: PagedKV) -> torch_ops.Record | None:
+        """Writes the experts that a layer's router chooses to `kv`; None if they are not recorded."""
+        if kv.router_indices is None or index not in self.moe_layer:
+            return None
+        return partial(self._write_experts, kv.router_indices, step.slot_mapping, self.moe_layer[index])
+
+    def _write_experts(
+        self, router_indices: torch.Tensor, slot_mapping: torch.Tensor, layer: int, chosen: torch.Tensor
+    ) -> None:
+        router_indices.flatten(0, 1)[slot_mapping, layer] = chosen.to(torch.int16)
+
+    def _mlp(self, index: int, x: torch.Tensor, record: torch_ops.Record | None) -> torch.Tensor:
         block, spec = self.blocks[index], self.spec
         if spec.layers[index].experts:
             local_experts = range(self.first_expert, self.first_expert + len(block["experts_down.weight"]))
@@ -380,7 +404,7 @@ class TorchDecoder(WholeDecoder):
             def matrix(role: str, expert: int) -> torch.Tensor:
                 return self._expert(block, role, expert - self.first_expert)
 
-            return torch_ops.mixture(x, block["router.weight"], local_experts, matrix, *settings)
+            return torch_ops.mixture(x, block["router.weight"], local_experts, matrix, *settings, record)
         if spec.gated:
             gate, up = self._linear(block, "gate_up", x).chunk(2, dim=-1)
             return self._linear(block, "down", self.activation(gate) * up)

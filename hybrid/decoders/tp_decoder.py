@@ -48,12 +48,12 @@ class ShardedDecoder(TorchDecoder):
     def _attention(self, index: int, read: torch.Tensor, step: Any, kv: PagedKV) -> torch.Tensor:
         return self.tensor.sum(super()._attention(index, read, step, kv))
 
-    def _mlp(self, index: int, read: torch.Tensor) -> torch.Tensor:
+    def _mlp(self, index: int, read: torch.Tensor, record: torch_ops.Record | None) -> torch.Tensor:
         if not self.spec.layers[index].experts:
-            return self.tensor.sum(super()._mlp(index, read))
+            return self.tensor.sum(super()._mlp(index, read, record))
         if self.expert_shards > 1:  # kernels for experts expect all of them
-            return self.group.sum(TorchDecoder._mlp(self, index, read))
-        return self.group.sum(super()._mlp(index, read))
+            return self.group.sum(TorchDecoder._mlp(self, index, read, record))
+        return self.group.sum(super()._mlp(index, read, record))
 
     def _rows_normed(self, block: Tensors, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As TorchDecoder's: the heads of a token are on all ranks, and so are the sums of their squares."""

@@ -7,6 +7,7 @@ own forward in lockstep.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from hybrid.decoders.batch import is_packable
 from hybrid.decoders.calls import Calls, SharedCalls
 from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.generation.block_pool import BlockPool
+from hybrid.generation.completions import Completions
 from hybrid.generation.generate import (
     TooManyTokensError,
     hugging_face_generate,
@@ -30,9 +32,9 @@ from hybrid.generation.generate import (
 )
 from hybrid.generation.hf_cache import KVCache
 from hybrid.generation.lockstep import NativeForward, Outputs, in_lockstep
-from hybrid.generation.request import GenerateInputs, Request, rollout_request
+from hybrid.generation.request import GenerateInputs, Request
+from hybrid.generation.rollout_batch import RolloutCall, RolloutRows, rollout_batch, rollout_request
 from hybrid.generation.sampler import Seeds, stream_keys, wrapped
-from hybrid.generation.scheduler import Completions
 from hybrid.generation.scoring import Scores
 from hybrid.generation.work import (
     CompletionWork,
@@ -47,9 +49,9 @@ from hybrid.inputs import as_ids, as_mask, as_model_inputs, require_in_vocabular
 from hybrid.models.model_info import ModelInfo
 from hybrid.parallel import InferenceGroup, own_row_ids
 from hybrid.profiling import ModelTimes, Profiler
-from hybrid.rollout import RolloutBatch, SamplingParams, check_prompts, check_rollout, end_token_ids, pad_token_id
+from hybrid.rollout import RolloutBatch, check_prompts, end_token_ids, pad_token_id
 
-ROLLOUT_TIMINGS = ("gather_s", "merge_s", "prefill_s", "decode_s", "wait_s", "tokens")
+ROLLOUT_TIMINGS = ("gather_s", "merge_s", "prefill_s", "decode_s", "environment_s", "wait_s", "tokens")
 
 
 @dataclass
@@ -64,6 +66,7 @@ class Generator:
     key_range: number of the range of row ids of this rank's prompts; None: the rank.
     seed_group: ranks that use the first one's seed.
     times: times the forwards of fused decoders if it is enabled.
+    return_router_indices: whether rollouts give the experts of each token.
     info, model, calls, expands: see `attach`.
     """
 
@@ -80,6 +83,7 @@ class Generator:
     key_range: int | None = None
     seed_group: InferenceGroup | None = None
     times: ModelTimes | None = None
+    return_router_indices: bool = False
     info: ModelInfo = field(init=False)
     model: nn.Module = field(init=False)
     calls: Calls = field(init=False)
@@ -215,55 +219,70 @@ class Generator:
     # --------------------------------------------------------------- rollout
 
     @torch.no_grad()
-    def rollout(
-        self,
-        prompt_ids: torch.Tensor,
-        prompt_mask: torch.Tensor,
-        params: SamplingParams,
-        num_generations: int,
-        adapters: bool | None,
-        row_ids: torch.Tensor | None,
-        weight_version: int,
-        max_new_tokens: torch.Tensor | None = None,
-    ) -> RolloutBatch:
+    def rollout(self, call: RolloutCall, adapters: bool | None, weight_version: int) -> RolloutBatch:
         """`HybridEngine.rollout`, in its window."""
-        check_rollout(prompt_ids, prompt_mask, params, num_generations, row_ids, max_new_tokens)
-        prompt_ids, prompt_mask = as_ids(prompt_ids, self.device), as_mask(prompt_mask, self.device)
-        if len(prompt_ids) == 0:  # join the other ranks' collectives: draw one token and discard it
-            dummy_ids = prompt_ids.new_zeros(1, prompt_ids.shape[1])
-            dummy_params = replace(params, max_new_tokens=1, min_new_tokens=0)
-            dummy_mask = torch.ones_like(dummy_ids)
-            return self.rollout(dummy_ids, dummy_mask, dummy_params, 1, adapters, None, weight_version).select_rows([])
+        call = call.checked(self.device)
+        if not call.num_rows:  # join the other ranks' collectives: draw one token and discard it
+            return self.rollout(call.dummy(), adapters, weight_version).select_rows([])
         require_generate(self.info)
-        self._require_token_ids(prompt_ids, prompt_mask)
+        rows, params = self._rows(call), call.params
         before = self.profiler.stats()
-        ids, mask = (tensor.repeat_interleave(num_generations, dim=0) for tensor in (prompt_ids, prompt_mask))
-        self._require_max_out_tokens(ids.shape[1], params.max_new_tokens)
-        keys = ids.new_zeros(len(ids))
-        if params.temperature > 0:
-            keys = self._sampling_keys(len(prompt_ids), len(ids), params.seed, row_ids)
+        if call.environment is not None:
+            with self.profiler.phase("environment"):
+                rows = rows.with_environment(call.environment, call.environment_limits)
+        self._require_token_ids(rows.prompt_ids, rows.prompt_mask)
+        self._require_max_out_tokens(rows.prompt_ids.shape[1], call.most_new_tokens)
         stop_token_ids = end_token_ids(self.model, params.stop_token_ids)
-        limits = None
-        if max_new_tokens is not None:
-            limits = max_new_tokens.to(ids.device, torch.int64).repeat_interleave(num_generations)
-        pad = pad_token_id(self.model, stop_token_ids)
-        request = rollout_request(params, ids, mask, keys, stop_token_ids, pad, limits)
+        request = rollout_request(params, rows, stop_token_ids, pad_token_id(self.model, stop_token_ids), call)
+        request = replace(request, return_router_indices=self.return_router_indices)
         self.block_pool.require_room([request.longest], self._block_bytes())
         if not self._block_bytes():
-            self.require_memory(len(ids), ids.shape[1] + params.max_new_tokens)
+            self.require_memory(len(rows), request.prompt_ids.shape[1] + request.max_new_tokens)
         with self.calls.request(adapters, request.longest, decodes=True) as decoder:
             if decoder is None:
-                config = params.generation_config(self.model, num_generations=1)
-                done = self.calls.compute(
-                    None, NativeWork(ids, mask, keys, config, logprob_temperature=request.logprob_temperature)
-                )
-                done = done if limits is None else done.cut(limits, pad)
+                done = self._complete_natively(request, rows, call)
             else:
-                done = self._complete(request, decoder)
-        self.profiler.generated(len(ids), int(done.lengths.sum()))
+                tell = None if call.on_rows is None else partial(tell_rows, call.on_rows, rows, request, weight_version)
+                work = CompletionWork(request, call.environment, tell, range(len(rows)))
+                done = self.calls.compute(decoder, work).trimmed()
+        sampled = int(done.lengths.sum()) - sum(request.begun_lengths())
+        self.profiler.generated(len(rows), sampled)
         after = self.profiler.stats()
         timings = {name: after[name] - before[name] for name in ROLLOUT_TIMINGS}
-        return rollout_batch(request, mask, done, weight_version, timings)
+        return rollout_batch(rows, done, request.stop_token_ids, weight_version, timings)
+
+    def _rows(self, call: RolloutCall) -> RolloutRows:
+        """The rows of a rollout, with a sampling key each."""
+        count, num_prompts = len(call.prompt_ids) * call.num_generations, len(call.prompt_ids)
+        ids, mask = (
+            tensor.repeat_interleave(call.num_generations, dim=0) for tensor in (call.prompt_ids, call.prompt_mask)
+        )
+        keys, limits = ids.new_zeros(count), ids.new_full((count,), call.params.max_new_tokens)
+        if call.params.temperature > 0 and num_prompts:
+            keys = self._sampling_keys(num_prompts, count, call.params.seed, call.row_ids)
+        if call.max_new_tokens is not None:
+            limits = call.max_new_tokens.repeat_interleave(call.num_generations)
+        groups = torch.arange(num_prompts, device=ids.device).repeat_interleave(call.num_generations)
+        rows = RolloutRows(ids, mask, keys, limits, groups)
+        return rows if call.resume is None else rows.after(call.resume)
+
+    def _complete_natively(self, request: Request, rows: RolloutRows, call: RolloutCall) -> Completions:
+        """A rollout's completions by the model's own forward."""
+        if reason := call.needs_scheduler:
+            raise NotImplementedError(
+                f"rollout: {reason} needs the fused decoder, and the model runs in its own layers: "
+                f"{self.calls.fused.reasons.last}"
+            )
+        config = call.params.generation_config(self.model, num_generations=1)
+        work = NativeWork(
+            rows.prompt_ids,
+            rows.prompt_mask,
+            rows.sampling_keys,
+            config,
+            logprob_temperature=request.logprob_temperature,
+            return_router_indices=request.return_router_indices,
+        )
+        return self.calls.compute(None, work).cut(rows.limits, request.pad_token_id)
 
     # ----------------------------------------------------------------- score
 
@@ -303,7 +322,7 @@ class Generator:
 
     def _complete(self, request: Request, decoder: AnyDecoder) -> Completions:
         """A request's completions by the scheduler, as wide as the longest."""
-        return self.calls.compute(decoder, CompletionWork(request)).trimmed()
+        return self.calls.compute(decoder, CompletionWork(request, own=range(len(request.prompt_ids)))).trimmed()
 
     def _require_token_ids(self, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
         """Raise IndexError for ids outside the vocabulary, before other ranks compute with them."""
@@ -360,21 +379,15 @@ class Generator:
         return self.kv_cache.peak_bytes + self.block_pool.peak_bytes
 
 
-def rollout_batch(
-    request: Request, prompt_mask: torch.Tensor, done: Completions, weight_version: int, timings: dict[str, float]
-) -> RolloutBatch:
-    """The RolloutBatch of a request's completions."""
-    mask = torch.arange(done.tokens.shape[1], device=prompt_mask.device) < done.lengths[:, None]
-    has_ended = torch.isin(done.tokens.gather(1, done.lengths[:, None] - 1)[:, 0], request.stop_token_ids)
-    return RolloutBatch(
-        prompt_ids=request.prompt_ids,
-        prompt_mask=prompt_mask,
-        completion_ids=done.tokens.contiguous(),
-        completion_mask=mask.long(),
-        sampling_per_token_logps=done.sampling_logps * mask,
-        old_per_token_logps=done.old_logps * mask,
-        raw_per_token_logps=done.raw_logps * mask,
-        finish_reason=["stop" if is_end else "length" for is_end in has_ended.tolist()],
-        weight_version=weight_version,
-        timings=timings,
-    )
+def tell_rows(
+    on_rows: Callable[[RolloutBatch], None],
+    rows: RolloutRows,
+    request: Request,
+    weight_version: int,
+    ended: list[int],
+    done: Completions,
+) -> None:
+    """Give rows that have ended to the caller.  done: of all rows, so far."""
+    done = done.select(ended).trimmed()
+    batch = rollout_batch(rows.select(ended), done, request.stop_token_ids, weight_version, {})
+    on_rows(batch.renumbered(ended))

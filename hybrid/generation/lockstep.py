@@ -15,11 +15,11 @@ from transformers.modeling_outputs import CausalLMOutput
 from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.decoders.vocabulary import whole_logits
 from hybrid.generation.block_pool import BlockPool, blocks_for
+from hybrid.generation.completions import Completions
 from hybrid.generation.hf_cache import GrowingLayer, KVCache
 from hybrid.generation.model_runner import ModelRunner, prefill
 from hybrid.generation.request import SUPPORTED, GenerateInputs
 from hybrid.generation.sampler import SamplingMetadata, sample_tokens, selective_log_softmax
-from hybrid.generation.scheduler import Completions
 from hybrid.profiling import Phase
 
 

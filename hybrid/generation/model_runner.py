@@ -27,14 +27,20 @@ class Chunk:
 
 
 def hidden_states(
-    decoder: AnyDecoder, block_pool: BlockPool, sequences: list[torch.Tensor], blocks: list[list[int]]
+    decoder: AnyDecoder,
+    block_pool: BlockPool,
+    sequences: list[torch.Tensor],
+    blocks: list[list[int]],
+    begins: list[int] | None = None,
 ) -> Iterator[tuple[list[Chunk], torch.Tensor]]:
     """Run sequences, int64 [n] each, through the layers and write their keys and values to their blocks.
 
+    begins: how many tokens of each sequence its blocks already hold; None: none.
     Yields the chunks and the last layer's output [tokens, hidden] of each forward. Sequences are packed without
     padding, PREFILL_TOKENS in a forward; a sequence that does not fit is split.
     """
-    for chunks in prefill_chunks([len(sequence) for sequence in sequences]):
+    begins = [0] * len(sequences) if begins is None else begins
+    for chunks in prefill_chunks(begins, [len(sequence) for sequence in sequences]):
         ids = [sequences[chunk.sequence][chunk.begin : chunk.stop] for chunk in chunks]
         block_tables = [blocks[chunk.sequence] for chunk in chunks]
         yield (
@@ -48,25 +54,53 @@ def hidden_states(
 def prefill(
     decoder: AnyDecoder, block_pool: BlockPool, prompts: list[torch.Tensor]
 ) -> tuple[list[list[int]], torch.Tensor]:
-    """Write the keys and values of prompts, int64 [n] each, to newly allocated blocks.
+    """Write the keys and values of distinct prompts, int64 [n] each, to blocks. What the pool has of them is not
+    computed again, and what several of them begin with is computed once.
 
     Returns each prompt's blocks, and the logits after its last token, float32 [prompts, vocab].
     """
-    blocks = [block_pool.allocate(blocks_for(len(prompt))) for prompt in prompts]
-    batches = []
-    for chunks, hidden in hidden_states(decoder, block_pool, prompts, blocks):
-        ends = [p.row + p.stop - p.begin - 1 for p in chunks if p.stop == len(prompts[p.sequence])]
-        if ends:
-            batches.append(decoder.logits(hidden[torch.tensor(ends, device=decoder.device)]))
-    return blocks, torch.cat(batches)
+    blocks: list[list[int]] = [[] for _ in prompts]
+    logits: dict[int, torch.Tensor] = {}
+    for wave in prefill_waves(block_pool, [prompt.cpu() for prompt in prompts]):
+        begins = []
+        for index in wave:
+            blocks[index], begin = block_pool.reuse(prompts[index])
+            blocks[index] += block_pool.allocate(blocks_for(len(prompts[index])) - len(blocks[index]))
+            begins.append(begin)
+        own = [prompts[index] for index in wave], [blocks[index] for index in wave]
+        for chunks, hidden in hidden_states(decoder, block_pool, *own, begins):
+            last = [chunk for chunk in chunks if chunk.stop == len(prompts[wave[chunk.sequence]])]
+            if last:
+                ends = torch.tensor([chunk.row + chunk.stop - chunk.begin - 1 for chunk in last], device=decoder.device)
+                of_ends = decoder.logits(hidden[ends])
+                logits.update((wave[chunk.sequence], row) for chunk, row in zip(last, of_ends, strict=True))
+        for prompt, held in zip(*own, strict=True):
+            full = len(prompt) // BLOCK_SIZE
+            block_pool.insert(prompt[: full * BLOCK_SIZE], held[:full])
+    return blocks, torch.stack([logits[index] for index in range(len(prompts))])
 
 
-def prefill_chunks(lengths: list[int]) -> list[list[Chunk]]:
-    """Split sequences of the given lengths over forwards of at most PREFILL_TOKENS tokens."""
+def prefill_waves(block_pool: BlockPool, prompts: list[torch.Tensor]) -> Iterator[list[int]]:
+    """Indices of prompts, int64 [n] on the host, to compute together: in one wave no two share a block that is not
+    computed yet. The caller computes and inserts a wave's blocks before it asks for the next one."""
+    waiting = list(range(len(prompts)))
+    while waiting:
+        begun: set[bytes] = set()
+        wave, later = [], []
+        for index in waiting:
+            begin = block_pool.first_new_block(prompts[index])
+            (later if begin in begun else wave).append(index)
+            if begin is not None:
+                begun.add(begin)
+        yield wave
+        waiting = later
+
+
+def prefill_chunks(begins: list[int], lengths: list[int]) -> list[list[Chunk]]:
+    """Split sequences of the given lengths, from `begins` on, over forwards of at most PREFILL_TOKENS tokens."""
     batches: list[list[Chunk]] = []
     used = PREFILL_TOKENS
-    for sequence, length in enumerate(lengths):
-        begin = 0
+    for sequence, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
         while begin < length:
             if used == PREFILL_TOKENS:
                 batches.append([])

@@ -1,9 +1,9 @@
 """A batch of prompts for the scheduler: from SamplingParams, or from what Hugging Face's `generate()` has prepared."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache, EosTokenCriteria, GenerationConfig, MaxLengthCriteria, StoppingCriteriaList
@@ -11,7 +11,7 @@ from transformers.generation import logits_process as processes
 from transformers.generation.streamers import BaseStreamer
 
 from hybrid.generation.sampler import SamplingMetadata
-from hybrid.rollout import SamplingParams
+from hybrid.rollout import EnvironmentLimits
 
 # Arguments of a decoding method that the fused decoder supports (transformers 5.23).
 SUPPORTED = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
@@ -52,6 +52,47 @@ Processors = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] 
 
 
 @dataclass(frozen=True)
+class Begun:
+    """Tokens that rows' completions begin with, from an earlier call.
+
+    tokens: int64 [rows, n].  lengths: of each row's.  logps: float32 [3, rows, n]: sampling, old, raw.
+    """
+
+    tokens: torch.Tensor
+    lengths: list[int]
+    logps: torch.Tensor
+
+    def select(self, rows: list[int]) -> "Begun":
+        """The given rows."""
+        return Begun(self.tokens[rows], [self.lengths[row] for row in rows], self.logps[:, rows])
+
+    @classmethod
+    def nothing(cls, prompt_ids: torch.Tensor) -> "Begun":
+        """No tokens, for each of the prompts [rows, prompt_len]."""
+        rows, device = len(prompt_ids), prompt_ids.device
+        return cls(prompt_ids.new_zeros(rows, 0), [0] * rows, torch.zeros(3, rows, 0, device=device))
+
+
+@dataclass(frozen=True)
+class Quota:
+    """How many of these groups of rows must finish, each with all of its rows; then the other rows stop, unfinished."""
+
+    groups: tuple[tuple[int, ...], ...]
+    count: int
+
+    def shifted(self, first: int) -> "Quota":
+        """The same for rows that come `first` rows later."""
+        return Quota(tuple(tuple(row + first for row in group) for group in self.groups), self.count)
+
+
+class Failure(NamedTuple):
+    """Why a row's environment could not begin.  reason: as RowOutcome's."""
+
+    reason: str
+    error: str
+
+
+@dataclass(frozen=True)
 class Request:
     """A batch of prompts to decode.
 
@@ -63,6 +104,9 @@ class Request:
     processors: change scores [n, vocab] before sampling; their rows, int64 [n], index the request, and have ids [n,
         tokens] of one length. None: no processors.
     logprob_temperature: the temperature of `Completions.old_logps`.
+    begun: what rows already have; None: nothing.  quotas: of disjoint rows.
+    environment_limits: of rows with an environment; None: they have none.  failures: of rows that cannot begin.
+    return_router_indices: whether completions have the experts of each token.
     """
 
     prompt_ids: torch.Tensor
@@ -75,12 +119,21 @@ class Request:
     processors: Processors | None = None
     logprob_temperature: float = 1.0
     limits: torch.Tensor | None = None
+    begun: Begun | None = None
+    quotas: tuple[Quota, ...] = ()
+    environment_limits: EnvironmentLimits | None = None
+    failures: dict[int, Failure] = field(default_factory=dict)
+    return_router_indices: bool = False
 
     def limits_of_rows(self) -> torch.Tensor:
         """The most new tokens of each row, int64 [rows]."""
         if self.limits is not None:
             return self.limits
         return torch.full_like(self.sampling_keys, self.max_new_tokens)
+
+    def begun_lengths(self) -> list[int]:
+        """The tokens that each row's completion already has."""
+        return [0] * len(self.prompt_ids) if self.begun is None else self.begun.lengths
 
     def padding_lengths(self) -> torch.Tensor:
         """Padding tokens before each prompt, int64 [rows]."""
@@ -114,38 +167,6 @@ class Request:
     def longest(self) -> int:
         """The most tokens of a row, prompt and completion."""
         return max(self.prompt_lengths, default=0) + self.max_new_tokens
-
-
-def rollout_request(
-    params: SamplingParams,
-    prompt_ids: torch.Tensor,
-    prompt_mask: torch.Tensor,
-    sampling_keys: torch.Tensor,
-    stop_token_ids: list[int],
-    pad_token_id: int,
-    limits: torch.Tensor | None = None,
-) -> Request:
-    """The request of a rollout.  prompt_ids, prompt_mask: int64 [rows, prompt_len], each prompt once per generation;
-    limits: int64 [rows]."""
-    greedy = not params.temperature
-    truncations = () if greedy else (params.top_k, params.top_p, params.min_p)
-    metadata = SamplingMetadata(
-        params.temperature,
-        *truncations,
-        repetition_penalty=params.repetition_penalty,
-        min_new_tokens=params.min_new_tokens,
-    )
-    return Request(
-        prompt_ids=prompt_ids,
-        prompt_lengths=prompt_mask.sum(dim=1).tolist(),
-        sampling_keys=sampling_keys,
-        max_new_tokens=params.max_new_tokens,
-        stop_token_ids=torch.tensor(stop_token_ids, dtype=torch.int64, device=prompt_ids.device),
-        pad_token_id=pad_token_id,
-        sampling_metadata=metadata,
-        logprob_temperature=params.temperature or 1.0,
-        limits=limits,
-    )
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,25 @@
 """Continuous batching: equal prompts are prefilled once, ended sequences leave at once, waiting ones take their
-place.
+place. Rows with an environment leave after each turn, and wait again once its observation is there.
 """
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
 from hybrid.decoders.batch import BLOCK_SIZE
 from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.generation.block_pool import BlockPool, blocks_for
+from hybrid.generation.completions import CompletionBuffers, Completions, RowOutcome, Turn
 from hybrid.generation.draws import TokenDraws
+from hybrid.generation.environments import EnvironmentLoop, Stepped
 from hybrid.generation.model_runner import ModelRunner, prefill
-from hybrid.generation.request import Request
-from hybrid.generation.sampler import SamplerOutput, of_all_rows, sample_tokens, selective_log_softmax
+from hybrid.generation.request import Quota, Request
+from hybrid.generation.routing import RoutedRows
+from hybrid.generation.sampler import SamplerOutput, mixed, of_all_rows, sample_tokens, selective_log_softmax
 from hybrid.parallel import InferenceGroup
 from hybrid.profiling import Phase
 
@@ -22,67 +28,78 @@ STEPS_IN_KERNEL = 16  # the same where kernels sample; a keyboard interrupt wait
 CHECKED_STEPS = 32  # ranks that decode one batch compare their tokens every so many steps
 
 
-@dataclass(frozen=True)
-class Completions:
-    """The decoded rows.
+@dataclass
+class SequenceGroup:
+    """Rows with the same tokens: those that wait, and the tokens' blocks and logits once they are prefilled.
 
-    tokens: int64 [rows, max_new_tokens], padded after each row's length.
-    lengths: int64 [rows], the end token included.
-    sampling_logps: float32 [rows, max_new_tokens], 0 after the length: under the distribution drawn from, after
-        processors and truncation.
-    old_logps, raw_logps: the same under the model's own logits, at the request's temperature and at 1.
-    The logprobs are None if they were not asked for.
+    token_ids: int64 [n] on the host: the prompt, and the `begun` tokens of the completion that the rows already have.
+    blocks_per_row: the most blocks that a row may need.
     """
 
-    tokens: torch.Tensor
-    lengths: torch.Tensor
-    sampling_logps: torch.Tensor | None = None
-    old_logps: torch.Tensor | None = None
-    raw_logps: torch.Tensor | None = None
+    token_ids: torch.Tensor
+    begun: int
+    waiting: list[int]
+    blocks_per_row: int = 0
+    blocks: list[int] = field(default_factory=list)
+    logits: torch.Tensor | None = None  # after the tokens, float32 [vocab]
 
-    def rows(self, first: int, count: int) -> "Completions":
-        """`count` rows from `first` on."""
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: t[first : first + count] for name, t in tensors.items() if t is not None})
+    @property
+    def num_full_blocks(self) -> int:
+        """Blocks that the tokens fill."""
+        return len(self.token_ids) // BLOCK_SIZE
 
-    def cut(self, limits: torch.Tensor, pad_token_id: int) -> "Completions":
-        """The same, each row no longer than its limit, int64 [rows]."""
-        lengths = torch.minimum(self.lengths, limits)
-        behind = torch.arange(self.tokens.shape[1], device=lengths.device) >= lengths[:, None]
-        return replace(self, tokens=self.tokens.masked_fill(behind, pad_token_id), lengths=lengths)
 
-    def trimmed(self) -> "Completions":
-        """The same, as wide as the longest row."""
-        width = int(self.lengths.max())
-        by_position = {name: getattr(self, name) for name in ("tokens", "sampling_logps", "old_logps", "raw_logps")}
-        return replace(self, **{name: t[:, :width] for name, t in by_position.items() if t is not None})
+def group_by_prompt(
+    contexts: list[torch.Tensor], begun: list[int], limits: list[int], rows: list[int]
+) -> list[SequenceGroup]:
+    """Rows grouped by equal tokens, in the order of first appearance.
+
+    contexts, begun: as SequenceGroup's, of each row.  limits: the most tokens of each row's completion.
+    """
+    groups: dict[tuple[bytes, int], SequenceGroup] = {}
+    for row, token_ids, length, limit in zip(rows, contexts, begun, limits, strict=True):
+        key = token_ids.numpy().tobytes(), length
+        group = groups.setdefault(key, SequenceGroup(token_ids, length, []))
+        group.blocks_per_row = max(group.blocks_per_row, blocks_for(len(token_ids) - length + limit))
+        group.waiting.append(row)
+    return list(groups.values())
 
 
 @dataclass
-class SequenceGroup:
-    """Rows with the same prompt: those that wait, and the prompt's blocks and logits once it is prefilled.
+class OpenQuota:
+    """A Quota that is not reached yet.
 
-    num_full_blocks: of the prompt.  blocks_per_row: the most blocks that a row may need.
+    group_of: for each row that has not ended, those of its group.  left: groups that must still end.
     """
 
-    prompt: torch.Tensor
-    waiting: list[int]
-    num_full_blocks: int
-    blocks_per_row: int
-    blocks: list[int] = field(default_factory=list)
-    logits: torch.Tensor | None = None  # after the prompt, float32 [vocab]
+    group_of: dict[int, set[int]]
+    left: int
+
+    @classmethod
+    def of(cls, quota: Quota) -> "OpenQuota":
+        """A quota of which no row has ended."""
+        return cls({row: rows for rows in map(set, quota.groups) for row in rows}, quota.count)
+
+    def end(self, row: int) -> None:
+        """A row has ended."""
+        group = self.group_of.pop(row, None)
+        if group is not None:
+            group.remove(row)
+            self.left -= not group
 
 
-def group_by_prompt(request: Request) -> list[SequenceGroup]:
-    """The request's rows grouped by prompt, in the order of first appearance."""
-    groups: dict[bytes, SequenceGroup] = {}
-    limits = request.limits_of_rows().tolist()
-    for row, (ids, length) in enumerate(zip(request.prompt_ids.cpu(), request.prompt_lengths, strict=True)):
-        prompt = ids[len(ids) - length :]
-        group = groups.setdefault(prompt.numpy().tobytes(), SequenceGroup(prompt, [], length // BLOCK_SIZE, 0))
-        group.blocks_per_row = max(group.blocks_per_row, blocks_for(length + limits[row]))
-        group.waiting.append(row)
-    return list(groups.values())
+class Checked(NamedTuple):
+    """A running sequence as `finish` finds it.
+
+    length: of its row's completion, if the sequence is done.  left: tokens until its limit.  is_done: it has a stop
+    token (has_stopped) or has reached its limit.
+    """
+
+    row: int
+    length: int
+    left: int
+    is_done: int
+    has_stopped: int
 
 
 class Scheduler:
@@ -91,6 +108,8 @@ class Scheduler:
     max_num_seqs: sequences that run at once.
     num_scheduler_steps: the most decode steps between two checks for finished rows. By default 1 on CPUs, unless the
         kernels sample, which stop by themselves, and more on devices, which a check waits for.
+    environment: of the rows, if the request has limits for one.
+    on_end: called with rows that are done for good, and their results so far.
     """
 
     def __init__(
@@ -101,6 +120,8 @@ class Scheduler:
         max_num_seqs: int,
         phase: Phase,
         num_scheduler_steps: int | None = None,
+        environment: EnvironmentLoop | None = None,
+        on_end: Callable[[list[int], Completions], None] | None = None,
     ):
         if not decoder.samples_with_penalties:
             request = request.with_processors()
@@ -111,40 +132,63 @@ class Scheduler:
         on_cpu = STEPS_IN_KERNEL if self.samples_in_kernel else 1
         usual = on_cpu if decoder.device.type == "cpu" else STEPS_ON_DEVICES
         self.num_scheduler_steps = num_scheduler_steps or usual
-        self.waiting = group_by_prompt(request)
+        self.environment, self.on_end = environment, on_end
+        self.outcomes = [RowOutcome() for _ in request.prompt_lengths]
+        device = decoder.device
         self.runner = ModelRunner(decoder, block_pool, request.longest)
-        count, self.prompt_len = request.prompt_ids.shape
-        device, new = decoder.device, request.max_new_tokens
-        # By row of the request: the padded prompt and its completion, as processors see them, and the logprobs. Steps
-        # after a row's limit write behind them.
-        width = new + self.num_scheduler_steps
-        self.ids = torch.full((count, self.prompt_len + width), request.pad_token_id, dtype=torch.int64, device=device)
-        self.ids[:, : self.prompt_len] = request.prompt_ids
-        self.padding = request.padding_lengths()
-        self.logps = torch.zeros(3, count, width, device=device)  # sampling, old, raw
-        self.lengths = torch.zeros(count, dtype=torch.int64)
+        self.buffers = CompletionBuffers(request, device, slack=self.num_scheduler_steps)
         # By running sequence: its row of the request, the position of its next new token, and its latest token.
         self.rows, self.positions, self.latest_tokens = torch.zeros(3, 0, dtype=torch.int64, device=device)
         self.checksum = torch.zeros((), dtype=torch.int64, device=device)  # of all tokens, if ranks draw the same
-        self.limits = request.limits_of_rows()  # by row of the request
+        self.sampling_keys = request.sampling_keys
+        # By row: the most tokens of its completion, and of its completion as of the end of its turn.
+        self.row_limits, self.limits = request.limits_of_rows().tolist(), request.limits_of_rows().clone()
         # As of the last check: until a running sequence reaches its limit; where steps go on after ends, until all do.
-        self.steps_left = new
+        self.steps_left = request.max_new_tokens
         self.max_blocks: list[int] = []  # by running sequence: the most blocks that it may need
+        self.routed = RoutedRows() if request.return_router_indices else None
+        self.waiting: list[SequenceGroup] = []
+        self.quotas = [OpenQuota.of(quota) for quota in request.quotas]
+        self.ended: list[int] = []  # rows, since the last call of `on_end`
+        for row, failure in request.failures.items():
+            self.outcomes[row].error = failure.error
+            self.end_row(row, failure.reason)
 
     def run(self) -> Completions:
         """Decode all rows."""
+        rows = [row for row, outcome in enumerate(self.outcomes) if outcome.reason == "unfinished"]
+        begun = self.request.begun_lengths()
+        self.wait(rows, [begun[row] for row in rows])
         self.block_pool.reserve_call(self.max_blocks_in_use())
         self.decoder.reserve(self.request.longest)
         with self.phase("decode"):
-            while self.waiting or len(self.runner):
+            while self.waiting or len(self.runner) or self.num_away:
+                if self.num_away:
+                    self.receive()
                 if self.waiting:
                     with self.phase("prefill"):
                         self.admit()
                 if len(self.runner):
                     self.decode()
-        new = self.request.max_new_tokens
-        tokens = self.ids[:, self.prompt_len : self.prompt_len + new]
-        return Completions(tokens, self.lengths.to(tokens.device), *self.logps[:, :, :new])
+        return self.completions()
+
+    def completions(self) -> Completions:
+        """All rows, as far as they are."""
+        router_indices = None if self.routed is None else self.routed.in_order(len(self.outcomes))
+        return replace(self.buffers.completions(self.outcomes), router_indices=router_indices)
+
+    @property
+    def num_away(self) -> int:
+        """Rows that wait for their environment."""
+        return 0 if self.environment is None else len(self.environment.away)
+
+    def wait(self, rows: list[int], begun: list[int]) -> None:
+        """Let rows wait for admission, before those that do.  begun: the tokens that each row's completion has."""
+        contexts, limits = self.buffers.contexts(rows, begun), [self.row_limits[row] for row in rows]
+        self.waiting = group_by_prompt(contexts, begun, limits, rows) + self.waiting
+        if self.environment is not None and (most := self.environment.limits.max_turn_tokens) is not None:
+            of_turn = [min(limit, own + most) for limit, own in zip(limits, begun, strict=True)]
+            self.limits[rows] = torch.tensor(of_turn, device=self.limits.device)
 
     def max_blocks_in_use(self) -> int:
         """The most blocks that are in use at once, in whatever order sequences end.
@@ -152,10 +196,12 @@ class Scheduler:
         Counted are each running sequence's own blocks, each running prompt's shared blocks, and, if rows wait, the
         blocks that their group keeps for them.
         """
+        # Rows whose environment runs leave their blocks in the pool: room for as many as run.
+        num_seqs = self.max_num_seqs * (1 if self.environment is None else 2)
         own = [group.blocks_per_row - group.num_full_blocks for group in self.waiting for _ in group.waiting]
         shared = sorted((group.num_full_blocks for group in self.waiting), reverse=True)
-        waits = len(own) > self.max_num_seqs
-        return sum(sorted(own, reverse=True)[: self.max_num_seqs]) + sum(shared[: self.max_num_seqs + waits]) + waits
+        waits = len(own) > num_seqs
+        return sum(sorted(own, reverse=True)[:num_seqs]) + sum(shared[: num_seqs + waits]) + waits
 
     # ------------------------------------------------------------- admitting
 
@@ -166,15 +212,15 @@ class Scheduler:
             return
         admitted = admitted or [self.oversized_row()]
         if new := [group for group, _ in admitted if not group.blocks]:
-            blocks, logits = prefill(self.decoder, self.block_pool, [group.prompt for group in new])
+            blocks, logits = prefill(self.decoder, self.block_pool, [group.token_ids for group in new])
             for group, own, after in zip(new, blocks, logits, strict=True):
                 group.blocks, group.logits = own, after
         for group, rows in admitted:
             self.allocate(group, rows)
-        rows = torch.tensor([row for _, rows in admitted for row in rows], device=self.rows.device)
-        zeros = torch.zeros_like(rows)
-        self.rows = torch.cat([self.rows, rows])
-        self.positions, self.latest_tokens = (torch.cat([old, zeros]) for old in (self.positions, self.latest_tokens))
+        rows = [(row, group.begun, 0) for group, rows in admitted for row in rows]
+        more = torch.tensor(rows, device=self.rows.device).unbind(1)
+        own = self.rows, self.positions, self.latest_tokens
+        self.rows, self.positions, self.latest_tokens = (torch.cat(pair) for pair in zip(own, more, strict=True))
         self.sample(torch.cat([group.logits.expand(len(rows), -1) for group, rows in admitted]), len(rows))
         self.waiting = [group for group in self.waiting if group.waiting]
         self.finish(1)
@@ -218,7 +264,7 @@ class Scheduler:
         filled block.
         """
         full = group.num_full_blocks
-        kept = blocks_for(len(group.prompt)) - full if count < len(group.waiting) else 0
+        kept = blocks_for(len(group.token_ids)) - full if count < len(group.waiting) else 0
         return full + count * (group.blocks_per_row - full) + kept - len(group.blocks)
 
     def allocate(self, group: SequenceGroup, rows: list[int]) -> None:
@@ -230,7 +276,7 @@ class Scheduler:
         self.block_pool.copy(partial * sum(map(len, copies)), [block for blocks in copies for block in blocks])
         for _ in rows[is_last:]:
             self.block_pool.ref(full)
-        self.runner.add([full + blocks for blocks in copies + [partial] * is_last], [len(group.prompt)] * len(rows))
+        self.runner.add([full + blocks for blocks in copies + [partial] * is_last], [len(group.token_ids)] * len(rows))
         self.max_blocks += [group.blocks_per_row] * len(rows)
         if is_last:
             group.blocks = []
@@ -252,27 +298,24 @@ class Scheduler:
             self.require_same_tokens(self.decoder.group)
         self.finish(steps)
 
-    def token_ids(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
-        """The tokens that rows have so far, int64 [n, tokens], and -1 elsewhere; None without a repetition penalty."""
-        if self.request.sampling_metadata.repetition_penalty == 1.0:
-            return None
-        columns, ends = torch.arange(self.ids.shape[1], device=rows.device), self.prompt_len + positions[:, None]
-        is_token = (columns >= self.padding[rows, None]) & (columns < ends)
-        return self.ids[rows].masked_fill(~is_token, -1)
-
     def draws(self, count: int) -> TokenDraws:
         """How the next tokens of the last `count` running sequences are sampled."""
         request, rows, positions = self.request, self.rows[-count:], self.positions[-count:]
         return TokenDraws(
-            keys=request.sampling_keys[rows],
+            keys=self.sampling_keys[rows],
             positions=positions,
             limits=self.limits[rows],
             stop_token_ids=request.stop_token_ids,
             pad_token_id=request.pad_token_id,
             metadata=request.sampling_metadata,
-            token_ids=self.token_ids(rows, positions),
+            token_ids=None if not self.penalizes else self.buffers.token_ids(rows, positions),
             vocabulary=self.decoder.vocabulary,
         )
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether a draw depends on the tokens before it."""
+        return self.request.sampling_metadata.repetition_penalty != 1.0
 
     def require_same_tokens(self, group: InferenceGroup) -> None:
         """Raise RuntimeError, on every rank of the group, unless the ranks have drawn the same tokens. A collective."""
@@ -291,7 +334,7 @@ class Scheduler:
         if self.continues_past_ends:
             drawn = self.draws(count).drawn(logits)
         elif request.processors is None:
-            settings = request.sampling_keys[rows], positions, request.sampling_metadata, self.decoder.vocabulary
+            settings = self.sampling_keys[rows], positions, request.sampling_metadata, self.decoder.vocabulary
             drawn = sample_tokens(logits, *settings)
         else:
             drawn = self.sample_processed(logits, rows, positions)
@@ -302,8 +345,7 @@ class Scheduler:
         steps, count = tokens.shape
         rows, next_positions = self.rows[-count:], self.positions[-count:]
         positions = next_positions + torch.arange(steps, device=rows.device)[:, None]  # [steps, n]
-        self.ids[rows, self.prompt_len + positions] = tokens
-        self.logps[:, rows, positions] = logps
+        self.buffers.record(rows, positions, tokens, logps)
         self.latest_tokens[-count:] = tokens[-1]
         if self.decoder.group is not None:
             self.checksum.mul_(31).add_(((rows + 1) * (positions + 1 + tokens)).sum())
@@ -319,7 +361,7 @@ class Scheduler:
             own_rows, logits = vocabulary.whole_of_own_rows(logits)
             rows, positions = rows[own_rows], positions[own_rows]
         scores = self.processed(logits, rows, positions)
-        drawn = sample_tokens(scores, request.sampling_keys[rows], positions, request.sampling_metadata)
+        drawn = sample_tokens(scores, self.sampling_keys[rows], positions, request.sampling_metadata)
         drawn = replace(
             drawn,
             old_logps=selective_log_softmax(logits / request.logprob_temperature, drawn.tokens),
@@ -332,28 +374,51 @@ class Scheduler:
         scores = torch.empty_like(logits)
         for position in positions.unique().tolist():
             here = (positions == position).nonzero().flatten()
-            ids = self.ids[rows[here], : self.prompt_len + position]
+            ids = self.buffers.ids[rows[here], : self.buffers.prompt_len + position]
             scores[here] = self.request.processors(ids, logits[here], rows[here])
         return scores
 
     def finish(self, steps: int) -> None:
-        """Check the last `steps` tokens of every sequence; record the lengths of ended sequences and remove them. The
-        one place where the host waits for the device."""
-        left = self.limits[self.rows] - self.positions
+        """Check the last `steps` tokens of every sequence, and remove sequences that have ended. The one place where
+        the host waits for the device."""
+        remaining = self.limits[self.rows] - self.positions
         back = torch.arange(-steps, 0, device=self.positions.device)
         at = (self.positions[:, None] + back).clamp(min=0)  # [sequences, steps]
-        is_end = torch.isin(self.ids[self.rows[:, None], self.prompt_len + at], self.request.stop_token_ids)
+        tokens = self.buffers.ids[self.rows[:, None], self.buffers.prompt_len + at]
+        is_end = torch.isin(tokens, self.request.stop_token_ids)
         first_end = at.gather(1, is_end.int().argmax(dim=1, keepdim=True))[:, 0]
-        has_ended = is_end.any(dim=1)
-        lengths = torch.where(has_ended, first_end + 1, self.positions + left.clamp(max=0))
-        is_done = has_ended | (left <= 0)
-        rows, lengths, left, is_done = torch.stack([self.rows, lengths, left, is_done.long()]).tolist()
-        stay = [index for index, ended in enumerate(is_done) if not ended]
-        self.steps_left = (max if self.continues_past_ends else min)((left[index] for index in stay), default=0)
-        if len(stay) == len(rows):
-            return
-        ended = [index for index, done in enumerate(is_done) if done]
-        self.clear_after([rows[index] for index in ended], [lengths[index] for index in ended], steps)
+        has_stopped = is_end.any(dim=1)
+        lengths = torch.where(has_stopped, first_end + 1, self.positions + remaining.clamp(max=0))
+        is_done = has_stopped | (remaining <= 0)
+        checked = torch.stack([self.rows, lengths, remaining, is_done.long(), has_stopped.long()])
+        sequences = [Checked(*numbers) for numbers in checked.T.tolist()]
+        stay = [index for index, sequence in enumerate(sequences) if not sequence.is_done]
+        ended = [sequence for sequence in sequences if sequence.is_done]
+        self.steps_left = (max if self.continues_past_ends else min)(
+            (sequences[index].left for index in stay), default=0
+        )
+        if ended:
+            self.remove(stay, [sequence.length for sequence in ended], steps)
+        for sequence in ended:
+            self.end_turn(sequence)
+        self.stop_unneeded()
+        self.report()
+
+    def remove(self, stay: list[int], lengths: list[int], steps: int) -> None:
+        """Remove the sequences but those with the indices `stay`, ascending. Their blocks stay cached.
+
+        lengths: of the removed rows' completions.  steps: since the last check.
+        """
+        leave = sorted(set(range(len(self.rows))) - set(stay))
+        rows = self.rows[leave].tolist()
+        self.buffers.end(rows, lengths, steps)
+        # The latest token has not been run through the model.
+        computed = self.buffers.contexts(rows, [length - 1 for length in lengths])
+        blocks = [self.runner.blocks[index] for index in leave]
+        for token_ids, own in zip(computed, blocks, strict=True):
+            self.block_pool.insert(token_ids, own[: blocks_for(len(token_ids))])
+        if self.routed is not None:
+            self.routed.read(self.block_pool.kv, rows, blocks, [len(token_ids) + 1 for token_ids in computed])
         self.runner.keep(stay)
         staying = torch.tensor(stay, dtype=torch.int64, device=self.rows.device)
         self.rows, self.positions, self.latest_tokens = (
@@ -361,14 +426,103 @@ class Scheduler:
         )
         self.max_blocks = [self.max_blocks[index] for index in stay]
 
-    def clear_after(self, rows: list[int], lengths: list[int], steps: int) -> None:
-        """Record the lengths of ended rows, and clear the tokens that the last `steps` steps drew after their ends."""
-        self.lengths[rows] = torch.tensor(lengths)
-        if steps == 1:
+    def stop_unneeded(self) -> None:
+        """Stop the rows of quotas that are reached: they stay unfinished, with the tokens that they have."""
+        stopped = {row for quota in self.quotas if quota.left <= 0 for row in quota.group_of}
+        self.quotas = [quota for quota in self.quotas if quota.left > 0]
+        if not stopped:
             return
-        device = self.ids.device
-        rows, lengths = torch.tensor([rows, lengths], device=device)
-        behind = torch.arange(self.logps.shape[2], device=device) >= lengths[:, None]
-        completions = self.ids[rows, self.prompt_len :]
-        self.ids[rows, self.prompt_len :] = completions.masked_fill(behind, self.request.pad_token_id)
-        self.logps[:, rows] = self.logps[:, rows].masked_fill(behind, 0.0)
+        for group in self.waiting:
+            waiting = [row for row in group.waiting if row not in stopped]
+            self.buffers.lengths[[row for row in group.waiting if row in stopped]] = group.begun
+            group.waiting = waiting
+            if not waiting:
+                self.block_pool.free(group.blocks)
+        self.waiting = [group for group in self.waiting if group.waiting]
+        stay = [index for index, row in enumerate(self.rows.tolist()) if row not in stopped]
+        if len(stay) < len(self.rows):
+            leave = sorted(set(range(len(self.rows))) - set(stay))
+            self.remove(stay, self.positions[leave].tolist(), steps=1)
+
+    # ----------------------------------------------------------------- turns
+
+    def end_turn(self, sequence: Checked) -> None:
+        """A row has a stop token or has reached its limit: it is done, or its environment makes a step."""
+        row, length = sequence.row, sequence.length
+        if self.environment is None or not (sequence.has_stopped or length < self.row_limits[row]):
+            self.end_row(row, "stop" if sequence.has_stopped else "length")
+            return
+        self.environment.submit(row, self.buffers.tokens_of(row, self.turn_begin(row), length))
+
+    def turn_begin(self, row: int) -> int:
+        """Where a row's current turn begins in its completion."""
+        turns = self.outcomes[row].turns
+        return turns[-1].observed if turns else 0
+
+    def end_row(self, row: int, reason: str) -> None:
+        """A row is done."""
+        self.outcomes[row].reason = reason
+        for quota in self.quotas:
+            quota.end(row)
+        self.ended.append(row)
+
+    def report(self) -> None:
+        """Call `on_end` with the rows that have ended since the last call."""
+        ended, self.ended = self.ended, []
+        if ended and self.on_end is not None:
+            self.on_end(ended, self.completions())
+
+    def receive(self) -> None:
+        """Take the steps that environments have made; wait for one if no row can decode."""
+        is_idle = not self.waiting and not len(self.runner)
+        with self.phase("environment") if is_idle else nullcontext():
+            steps = self.environment.collect(is_idle)
+        for stepped in steps:
+            self.take_step(stepped)
+        self.report()
+
+    def take_step(self, stepped: Stepped) -> None:
+        """Go on with a row after its environment's step, or end it."""
+        row, outcome, observation = stepped.row, self.outcomes[stepped.row], stepped.value
+        begin, end = self.turn_begin(row), int(self.buffers.lengths[row])
+        if stepped.error:
+            outcome.turns.append(Turn(begin, end, end, None, stepped.seconds))
+            outcome.error = stepped.error
+            self.end_row(row, "environment_timeout" if stepped.timed_out else "environment_error")
+            return
+        goes_on = not observation.done and outcome.num_turns + 1 < self.environment.limits.max_turns
+        appended = observation.ids if goes_on and observation.prompt_ids is None else []
+        fits = end + len(appended) < self.row_limits[row]
+        observed = end + len(appended) * fits
+        outcome.turns.append(Turn(begin, end, observed, observation.reward, stepped.seconds))
+        if not goes_on:
+            self.end_row(row, "stop" if observation.done else "turns")
+        elif observation.prompt_ids is not None:
+            self.fork(row, end, observation.prompt_ids)
+        elif fits:
+            self.buffers.extend(row, end, appended)
+            self.buffers.lengths[row] = observed
+            self.wait([row], [observed])
+        else:
+            self.end_row(row, "length")
+
+    def fork(self, row: int, length: int, prompt_ids: list[int]) -> None:
+        """Keep what a row has as a training row of its own, and go on from another prompt, with other sampling keys."""
+        outcome, request = self.outcomes[row], self.request
+        if request.processors is not None:
+            raise NotImplementedError(
+                "an environment that rewrites the history (Observation.prompt_ids) with repetition_penalty or "
+                "min_new_tokens is not available on this device; leave them out, or append to the history"
+            )
+        routed = None if self.routed is None else self.routed.rows[row]
+        outcome.forks.append(replace(self.buffers.fork(row, length, outcome.turns), router_indices=routed))
+        outcome.turns, outcome.prompt_ids = [], torch.tensor(prompt_ids, dtype=torch.int64)
+        self.buffers.restart(row, prompt_ids)
+        self.buffers.lengths[row] = 0
+        limit = min(self.row_limits[row], request.longest - len(prompt_ids))
+        if limit < 1:
+            self.end_row(row, "length")
+            return
+        self.row_limits[row], self.limits[row] = limit, limit
+        self.sampling_keys = self.sampling_keys.index_put((torch.tensor(row),), mixed(self.sampling_keys[row] + 1))
+        self.wait([row], [0])

@@ -56,7 +56,10 @@ def score_packed(
     block_pool.reserve_call(max(sum(blocks_for(length[row]) for row in rows) for rows in runs))
     for rows in runs:
         real = [sequences[row, first[row] : first[row] + length[row]] for row in rows]
-        blocks = [block_pool.allocate(blocks_for(len(ids))) for ids in real]
+        # Blocks of sequences that were just rolled out are written again, with the values that they have.
+        blocks = [block_pool.same_blocks(ids) for ids in real]
+        for own, ids in zip(blocks, real, strict=True):
+            own += block_pool.allocate(blocks_for(len(ids)) - len(own))
         for chunks, hidden in hidden_states(decoder, block_pool, real, blocks):
             # Every token's logits score the next token: its index in `hidden`, the target, and the output's index.
             sources, targets, row_of, column_of = [], [], [], []

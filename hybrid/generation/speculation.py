@@ -293,7 +293,7 @@ class Speculation:
         return [group.ended.span(left), *running] if left > 0 and group.ended.length else running
 
     def _read_history(self, row: int, tokens: int) -> None:
-        """Make the texts of a row's prompt, with about so many of the history's latest tokens, unless they are there."""
+        """Make the texts of a row's prompt, with about so many of the history's latest tokens, unless they exist."""
         key, prompt = self.keys[row], self.prompts[row]
         if key in self.groups:
             return

@@ -3,9 +3,9 @@
 import copy
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,14 +14,31 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.decoders.group_work import OwnError, Work
+from hybrid.decoders.routers import recorded_routing
 from hybrid.generation.block_pool import BlockPool
+from hybrid.generation.completions import Completions
+from hybrid.generation.environments import EnvironmentLoop
 from hybrid.generation.generate import TimedDecoder, hugging_face_generate
 from hybrid.generation.hf_cache import KVCache
 from hybrid.generation.lockstep import FusedForward, NativeForward, Outputs, in_lockstep
-from hybrid.generation.request import GenerateInputs, Request
-from hybrid.generation.scheduler import Completions, Scheduler
+from hybrid.generation.request import Begun, GenerateInputs, Request
+from hybrid.generation.routing import rows_of_calls
+from hybrid.generation.scheduler import Scheduler
 from hybrid.generation.scoring import Scores, score_natively, score_packed
 from hybrid.profiling import ModelTimes, Profiler
+
+
+class Shared(NamedTuple):
+    """What the ranks of a group tell each other before work.
+
+    limit_bytes: the most of the KV cache; None: unlimited.  free_bytes: of memory.  num_reusable: blocks of earlier
+    calls that hold known tokens.  refresh_s: seconds of refreshing weights.
+    """
+
+    limit_bytes: int | None
+    free_bytes: float
+    num_reusable: int
+    refresh_s: float
 
 
 @dataclass
@@ -43,48 +60,83 @@ class Resources:
     @contextmanager
     def opened(self, decoder: AnyDecoder) -> Iterator[AnyDecoder]:
         """Inside the block every block of the pool is free at first. Gives the decoder, timed if times are taken."""
-        self.block_pool.begin_call(decoder.kv)
+        self.block_pool.begin_call(decoder.kv, decoder.kv_weights)
         try:
             yield TimedDecoder(decoder, self.times) if self.times is not None and self.times.enabled else decoder
         finally:
+            self.profiler.prefilled(self.block_pool.prefilled_tokens, self.block_pool.reused_tokens)
             self.block_pool.end_call()
 
-    def shared(self) -> tuple[int | None, float]:
-        """What this rank tells its group before work: the most bytes of its KV cache (None: unlimited), and seconds of
-        refreshing weights."""
-        return self.block_pool.limit_bytes, self.profiler.refresh_s()
+    def shared(self, decoder: AnyDecoder) -> Shared:
+        """What this rank tells its group before work by the decoder."""
+        pool = self.block_pool
+        num_reusable = pool.num_reusable(decoder.kv_weights)
+        return Shared(pool.limit_bytes, pool.free_bytes(), num_reusable, self.profiler.refresh_s())
 
-    def agree(self, shared: Sequence[tuple[int | None, float]]) -> None:
-        """Take the least limit of the group's ranks, so that every rank's scheduler admits the same rows, and record
-        their seconds.  shared: of every rank."""
-        limits, seconds = zip(*shared, strict=True)
-        self.block_pool.limit_bytes = min((limit for limit in limits if limit is not None), default=None)
-        self.profiler.group_refreshed(seconds)
+    def agree(self, shared: Sequence[Shared]) -> None:
+        """Take the least limit of the group's ranks, so that every rank's scheduler admits the same rows and finds the
+        same blocks cached, and record their seconds.  shared: of every rank."""
+        pool, limits = self.block_pool, [rank.limit_bytes for rank in shared if rank.limit_bytes is not None]
+        pool.limit_bytes = min(limits, default=None)
+        pool.affordable_bytes = min(rank.free_bytes for rank in shared)
+        if len({rank.num_reusable for rank in shared}) > 1:
+            pool.forget_all()
+        self.profiler.group_refreshed([rank.refresh_s for rank in shared])
 
 
 @dataclass(frozen=True)
 class CompletionWork(Work):
-    """A request's completions by the scheduler."""
+    """A request's completions by the scheduler.
+
+    environment: of the rows, where the request has limits for one.
+    on_end: called with rows that have ended and the results so far, on the rank that asked.
+    own: this rank's rows of the request, which is of several ranks once it is joined.
+    """
 
     request: Request
+    environment: Any = None
+    on_end: Callable[[list[int], Completions], None] | None = None
+    own: range = range(0)
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "environment": None, "on_end": None, "own": range(0)}
 
     @property
     def key(self) -> Hashable:
         request = self.request
         settings = request.max_new_tokens, request.pad_token_id, request.sampling_metadata, request.logprob_temperature
+        settings = *settings, request.environment_limits, request.return_router_indices
         return "completions", *settings, *request.stop_token_ids.tolist()
 
     def run(self, decoder: AnyDecoder, resources: Resources, is_own: bool = True) -> Completions:
         ranks = 1 if decoder.group is None else decoder.group.size
         with resources.opened(decoder) as decoder:
             most = ranks * resources.max_num_seqs
-            return Scheduler(self.request, decoder, resources.block_pool, most, resources.profiler.phase).run()
+            with self._environment_loop(decoder) as loop:
+                more = {"environment": loop, "on_end": None if self.on_end is None else self._tell_own_rows}
+                return Scheduler(
+                    self.request, decoder, resources.block_pool, most, resources.profiler.phase, **more
+                ).run()
+
+    def _environment_loop(self, decoder: AnyDecoder) -> AbstractContextManager[EnvironmentLoop | None]:
+        limits = self.request.environment_limits
+        if limits is None:
+            return nullcontext()
+        return closing(EnvironmentLoop(limits, self.environment, self.own, decoder.group))
+
+    def _tell_own_rows(self, rows: list[int], done: Completions) -> None:
+        """Call `on_end` with this rank's rows of those that have ended."""
+        own = [row - self.own.start for row in rows if row in self.own]
+        if own:
+            self.on_end(own, done.rows(self.own.start, len(self.own)))
 
     def joined(self, works: list["CompletionWork"]) -> "CompletionWork":
         requests = [work.request for work in works]
+        index = next((index for index, work in enumerate(works) if len(work.own)), 0)
         if all(same_rows(self.request, request) for request in requests):
-            return self
-        return CompletionWork(joined_request(requests))
+            return works[index]
+        first = sum(len(request.prompt_ids) for request in requests[:index])
+        return replace(works[index], request=joined_request(requests), own=range(first, first + len(works[index].own)))
 
     def part(self, result: Completions, works: list["CompletionWork"], index: int) -> Completions:
         counts = [len(work.request.prompt_ids) for work in works]
@@ -95,6 +147,8 @@ class CompletionWork(Work):
 
 def same_rows(request: Request, other: Request) -> bool:
     """Whether two requests of equal settings have equal rows, whose tokens are then equal."""
+    if any(r.environment_limits or r.begun or r.quotas for r in (request, other)):
+        return False
     equal = torch.equal(request.prompt_ids, other.prompt_ids) and request.prompt_lengths == other.prompt_lengths
     equal = equal and torch.equal(request.sampling_keys, other.sampling_keys)
     equal = equal and torch.equal(request.limits_of_rows(), other.limits_of_rows())
@@ -118,6 +172,8 @@ def same_processor(processor: Any, other: Any) -> bool:
 def joined_request(requests: list[Request]) -> Request:
     """Requests of equal settings as one: their rows, one request after the other, prompts padded to equal length."""
     width = max(request.prompt_ids.shape[1] for request in requests)
+    counts = [len(request.prompt_ids) for request in requests]
+    firsts = [0, *itertools.accumulate(counts)][:-1]
     processors = None
     if any(request.processors is not None for request in requests):
         processors = JoinedProcessors(requests, width)
@@ -130,7 +186,30 @@ def joined_request(requests: list[Request]) -> Request:
         sampling_keys=torch.cat([request.sampling_keys for request in requests]),
         limits=torch.cat([request.limits_of_rows() for request in requests]),
         processors=processors,
+        begun=joined_begun(requests),
+        quotas=tuple(
+            quota.shifted(first) for request, first in zip(requests, firsts, strict=True) for quota in request.quotas
+        ),
+        failures={
+            first + row: failure
+            for request, first in zip(requests, firsts, strict=True)
+            for row, failure in request.failures.items()
+        },
     )
+
+
+def joined_begun(requests: list[Request]) -> Begun | None:
+    """What the rows of joined requests already have."""
+    if all(request.begun is None for request in requests):
+        return None
+    of_all = [request.begun or Begun.nothing(request.prompt_ids) for request in requests]
+    width = max(begun.tokens.shape[1] for begun in of_all)
+    tokens, logps = (
+        [F.pad(tensor, (0, width - tensor.shape[-1])) for tensor in tensors]
+        for tensors in zip(*((begun.tokens, begun.logps) for begun in of_all), strict=True)
+    )
+    lengths = [length for begun in of_all for length in begun.lengths]
+    return Begun(torch.cat(tokens), lengths, torch.cat(logps, dim=1))
 
 
 class JoinedProcessors:
@@ -163,6 +242,7 @@ class NativeWork(Work):
     config: of `generate()`.
     processors: Hugging Face's own, for these rows; None: those that `generate()` makes of `config`.
     logprob_temperature: of `Completions.old_logps`; None: no logprobs.
+    return_router_indices: whether completions have the experts of each token; each row's prompt is then computed.
     """
 
     prompt_ids: torch.Tensor
@@ -171,6 +251,7 @@ class NativeWork(Work):
     config: GenerationConfig
     processors: LogitsProcessorList | None = None
     logprob_temperature: float | None = None
+    return_router_indices: bool = False
 
     @property
     def key(self) -> Hashable:
@@ -178,13 +259,21 @@ class NativeWork(Work):
             return None
         # Hugging Face's repetition penalty counts padding as well (5.23): with it, only prompts of equal width.
         width = 0 if self.config.repetition_penalty in (None, 1.0) else self.prompt_ids.shape[1]
-        return "native completions", self.config.to_json_string(use_diff=False), self.logprob_temperature, width
+        settings = self.logprob_temperature, self.return_router_indices, width
+        return "native completions", self.config.to_json_string(use_diff=False), *settings
 
     def run(self, decoder: None, resources: Resources, is_own: bool = True) -> Completions:
+        if not self.return_router_indices:
+            return self._completions(resources, resources.expands)
+        with recorded_routing(resources.model) as calls:
+            done = self._completions(resources, expands=False)
+        return replace(done, router_indices=rows_of_calls(calls, self.prompt_mask))
+
+    def _completions(self, resources: Resources, expands: bool) -> Completions:
         def decoding_method(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
             processors = logits_processor if self.processors is None else self.processors
             inputs = GenerateInputs(input_ids, processors, stopping_criteria, generation_config, model_kwargs)
-            forward = NativeForward(model, inputs, resources.kv_cache, resources.expands)
+            forward = NativeForward(model, inputs, resources.kv_cache, expands)
             outputs, phase = Outputs(generation_config, None), resources.profiler.phase
             return in_lockstep(forward, inputs, self.sampling_keys, outputs, phase, self.logprob_temperature)
 

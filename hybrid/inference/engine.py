@@ -33,8 +33,10 @@ from hybrid.inference.validation import inference_group, join_ranks, validated
 from hybrid.inputs import as_model_inputs
 from hybrid.kernels.cuda_graph import GraphedForward
 from hybrid.models.model_info import ModelInfo
-from hybrid.parallel import engine_name
+from hybrid.parallel import all_gather_objects, engine_name
 from hybrid.profiling import ModelTimes, Profiler
+from hybrid.sleep import Sleep
+from hybrid.weights.host_tensors import tensors_in
 from hybrid.weights.lend import Window
 
 
@@ -86,6 +88,7 @@ class InferenceEngine(nn.Module):
         self.mpu, self.injection_dict = config.tensor_parallel.mpu, config.injection_policy
         self._group = inference_group(config)
         self._device = torch.device("cpu" if config.keep_module_on_host else get_accelerator().current_device_name())
+        self._sleep = self._make_sleep()
         self.eval()
         self._install(ModelLoader(info, config, moe_layers, self._group, self._device).load())
         with torch.no_grad(), self._calls.request(tokens=1):  # runs the self-check
@@ -111,7 +114,13 @@ class InferenceEngine(nn.Module):
         self._snapshot, self._close = loaded.snapshot, loaded.close
         adapted = bool(loaded.snapshot.adapted)
         self._window = Window(
-            self.module, loaded.snapshot, self._profiler, lends=adapted, merges=adapted, device=self._device
+            self.module,
+            loaded.snapshot,
+            self._profiler,
+            lends=adapted,
+            merges=adapted,
+            device=self._device,
+            require_awake=self._sleep.require_awake,
         )
         max_capture_size = defaults.max_num_seqs if self._config.enable_cuda_graph else 0
         group = None if loaded.slices is None else self._group
@@ -142,6 +151,17 @@ class InferenceEngine(nn.Module):
         self._containers = containers_of(parts_of(loaded.info), self._calls)
         for container in self._containers:
             container.install()
+
+    def _make_sleep(self) -> Sleep:
+        shared = self._exchange if self._exchange is not None else self._group if self._group.size > 1 else None
+        return Sleep(
+            self._device,
+            free=self._free_inference,
+            tensors=lambda: (tensors_in(self.module, self._snapshot.parts), ()),  # a rank's slices are in the snapshot
+            refusal=self._request_refusal,
+            exchange=partial(all_gather_objects, group=shared.group) if shared else lambda value: [value],
+            moving=nullcontext,
+        )
 
     def _make_calls(self, loaded: LoadedModel) -> Calls:
         """The runner of requests: for this rank alone, or for the ranks whose forwards are collectives."""
@@ -188,6 +208,7 @@ class InferenceEngine(nn.Module):
 
         If a fused container or a graph runs, `use_cache` defaults to False: no cache is returned.
         """
+        self._sleep.require_awake("forward()")
         inputs, kwargs = as_model_inputs(inputs, kwargs, self._device)
         native = self._fused.fallback_reason and self._graphs is None
         if not native and accepts_use_cache(self.module, inputs, kwargs):
@@ -211,6 +232,7 @@ class InferenceEngine(nn.Module):
         Raises ValueError for invalid arguments or too many tokens (see `max_out_tokens`), and NotImplementedError for
         unsupported modes, before anything runs.
         """
+        self._sleep.require_awake("generate()")
         following = self._generator.seeds.next()  # at every call, so that the ranks stay in step
         with self._calls.call():
             prompts = prompts_of(self.module, args, kwargs)
@@ -232,6 +254,52 @@ class InferenceEngine(nn.Module):
         return super().train(False)
 
     @with_call_lock
+    def sleep(self, level: int = 1) -> None:
+        """Let the engine leave the device, so that another model can use the memory. The ranks of a group call it
+        together.
+
+        level: 1 frees what is made anew after `wake()`: the KV cache, merged adapters, decoders and CUDA graphs.
+            2 moves the weights to the host in addition. Their objects stay and can be read, on the host.
+        In vLLM level 1 does what 2 does here, and 2 drops the weights, of which this engine has the only copy.
+
+        Nothing wakes by itself. While the engine sleeps, `generate`, forwards and at level 2 `coverage` raise
+        RuntimeError, with the remedy; `destroy()` works, and leaves the weights on the host. A deeper level may follow;
+        the same or a lower one does nothing. Results after `wake()` are those before.
+        Memory that tensors outside of the engine share stays on the device, with a warning. Raises ValueError for
+        another level; RuntimeError inside a request, and if ranks' calls differ or fail: then nothing has moved.
+        """
+        self._sleep.begin(level)
+
+    @with_call_lock
+    def wake(self) -> None:
+        """End sleep: the weights are on the device again. Does nothing if the engine is awake.
+
+        Raises torch's error if the device has too little memory: then the engine sleeps on; free memory and call it
+        again.
+        """
+        self._sleep.end()
+
+    @property
+    def asleep(self) -> int:
+        """The level at which the engine sleeps; 0 if it is awake."""
+        return self._sleep.level
+
+    def _request_refusal(self, call: str) -> RuntimeError | None:
+        """The error of a call that must not be made inside a request; None outside of one."""
+        if not self._window.is_open:
+            return None
+        return RuntimeError(f"{call} inside a request, by a hook or a streamer: call it when the request has ended")
+
+    def _free_inference(self) -> None:
+        """Free all that the next request can make again. Slices of weights (tensor parallelism) cannot be."""
+        if self._graphs is not None:
+            self._graphs = GraphedForward(self.module)
+        self._fused.release()
+        self._generator.release_kv()
+        if self._snapshot.weights.groups:
+            self._snapshot.release()
+
+    @with_call_lock
     def destroy(self) -> None:
         """Put the model's own forwards back, and free the KV cache, buffers, graphs and hooks of the engine."""
         for container in self._containers:
@@ -245,7 +313,11 @@ class InferenceEngine(nn.Module):
         self._generator.release_kv()
 
     def coverage(self) -> list[dict[str, str]]:
-        """For each part of the model its `module` name, its `kind`, the `container` that runs it, and the reason."""
+        """For each part of the model its `module` name, its `kind`, the `container` that runs it, and the reason.
+
+        Raises RuntimeError asleep at level 2.
+        """
+        self._sleep.require_awake("coverage()", level=2)
         return coverage_of(self._containers, self._fused)
 
     # Further methods and attributes of DeepSpeed's InferenceEngine (0.19.8).

@@ -20,6 +20,9 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
 }
 
+# Called with the experts that a router has chosen for each token, int64 [tokens, experts per token].
+Record = Callable[[torch.Tensor], None]
+
 # Attention scores per head that exist at once: bounds the memory of attention.
 SCORES_AT_A_TIME = 2**22
 
@@ -85,6 +88,7 @@ def mixture(
     normalize: bool,
     float32: bool,
     activation: Callable[[torch.Tensor], torch.Tensor],
+    record: Record | None = None,
 ) -> torch.Tensor:
     """A mixture of gated experts, or the contribution of `local_experts`.  [tokens, hidden], x's dtype
 
@@ -93,8 +97,11 @@ def mixture(
         [hidden, inner].
     per_token: experts per token.  normalize: the chosen experts' weights are divided by their sum.
     float32: these weights stay float32; else they are rounded to x's dtype. Outputs are summed in float32.
+    record: called with the experts of each token, int64 [tokens, per_token]; None: nothing is.
     """
     weights, chosen = routed(x, router, per_token, normalize, float32)
+    if record is not None:
+        record(chosen)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in chosen.unique().tolist():
         if expert not in local_experts:

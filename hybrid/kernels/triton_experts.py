@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from hybrid.kernels import require_contiguous
-from hybrid.kernels.torch_ops import routed
+from hybrid.kernels.torch_ops import Record, routed
 from hybrid.kernels.triton_attention import owner_of_block
 
 BLOCK_OUT = 64  # output columns per program
@@ -84,6 +84,37 @@ def grouped_linear(
     return out
 
 
+@triton.jit
+def _record_experts_kernel(
+    chosen, slot_mapping, address, layer, layers, items, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program per BLOCK (token, expert) items."""
+    item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = item < items
+    slot = tl.load(slot_mapping + item // PER_TOKEN, mask=live, other=0)
+    expert = tl.load(chosen + item, mask=live, other=0)
+    router_indices = tl.load(address).to(tl.pointer_type(tl.int16))
+    tl.store(router_indices + (slot * layers + layer) * PER_TOKEN + item % PER_TOKEN, expert.to(tl.int16), mask=live)
+
+
+def record_experts(
+    chosen: torch.Tensor, slot_mapping: torch.Tensor, address: torch.Tensor, layer: int, layers: int
+) -> None:
+    """Write the experts of each token to its slot of `PagedKV.router_indices`, without waiting for the device.
+
+    chosen int64 [tokens, per_token]; slot_mapping int64 [tokens], the cache position of each token.
+    address: int64 [1], on the device: of the int16 tensor [slots, layers, per_token] that is written. A CUDA graph
+        reads it from here, and so stays valid when the blocks are allocated again.
+    layer, layers: which of how many layers with experts.
+    """
+    require_contiguous(chosen.device, torch.int64, chosen, slot_mapping, address)
+    block, items = 256, chosen.numel()
+    grid = (triton.cdiv(items, block),)
+    _record_experts_kernel[grid](
+        chosen, slot_mapping, address, layer, layers, items, PER_TOKEN=chosen.shape[1], BLOCK=block
+    )
+
+
 def mixture(
     x: torch.Tensor,
     router: torch.Tensor,
@@ -93,6 +124,7 @@ def mixture(
     normalize: bool,
     float32: bool,
     gated: Callable[[torch.Tensor], torch.Tensor],
+    record: Record | None = None,
 ) -> torch.Tensor:
     """`hybrid.kernels.torch_ops.mixture` over all experts, with the same rounding.  [tokens, hidden], x's dtype
 
@@ -100,6 +132,8 @@ def mixture(
     gated: [items, 2 · inner], gate before up, to act(gate) * up [items, inner].
     """
     weights, chosen = routed(x, router, per_token, normalize, float32)
+    if record is not None:
+        record(chosen)
     expert = chosen.flatten()
     order = expert.argsort(stable=True)
     experts = torch.arange(len(gate_up) + 1, device=x.device)

@@ -86,6 +86,11 @@ class DecoderSpec:
     experts_float32: bool = False
     max_positions: int = 0
 
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with experts."""
+        return tuple(index for index, layer in enumerate(self.layers) if layer.experts)
+
 
 @dataclass(frozen=True)
 class ParamRef:

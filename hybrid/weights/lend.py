@@ -63,6 +63,7 @@ class Window:
     slices_lent: if ranks run the model's modules together, a context in which these compute with slices.
     states: training states that are in host memory while a window is open.
     device: where a call of the model moves its inputs to; None: they stay where they are.
+    require_awake: raises if the engine sleeps. Gets what cannot be done then.
     """
 
     def __init__(
@@ -76,8 +77,10 @@ class Window:
         slices_lent: Callable[[], AbstractContextManager] = nullcontext,
         states: TrainingStates | None = None,
         device: torch.device | None = None,
+        require_awake: Callable[[str], None] = lambda call: None,
     ):
         self.model, self.snapshot, self.profiler, self.device = model, snapshot, profiler, device
+        self.require_awake = require_awake
         self.lends, self.merges = lends, merges
         self.hooks, self.slices_lent, self.states = hooks, slices_lent, states
         self.is_collective = world_size() > 1 and any(map(is_partitioned, model.parameters()))  # refreshing
@@ -114,6 +117,7 @@ class Window:
         choice costs nothing. Raises NotImplementedError for False if the adapters cannot be disabled.
         """
         adapters = self.resolved(adapters)
+        self.require_awake("inference")
         with ExitStack() as stack:
             if not self.adapters:
                 stack.enter_context(nullcontext() if self.states is None else self.states.on_host())

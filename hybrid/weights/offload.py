@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
+import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
@@ -105,6 +106,13 @@ def movable_states(optimizer: Any) -> list[OffloadStateTypeEnum]:
     if all(gradients is None for gradients in optimizer.averaged_gradients.values()):
         movable.append(states.lp_grads)  # moving would drop gradients that the next step still needs
     return movable
+
+
+def scratch(optimizer: Any) -> list[torch.Tensor]:
+    """Buffers of a DeepSpeed optimizer whose content is needed only while a backward runs: ZeRO-3's gradient buckets,
+    of `reduce_bucket_size` elements. DeepSpeed's own offloading drops it too."""
+    buckets = optimizer.ipg_buckets.values() if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) else ()
+    return [bucket.buffer for bucket in buckets if bucket.buffer is not None]
 
 
 def relink(optimizer: Any) -> None:

@@ -18,7 +18,6 @@ from rlhf_examples.common.rollouts import (
     Row,
     decode_completions,
     gather_rows,
-    pad_batch,
     roll_out,
     sampling,
     sampling_seed,
@@ -43,24 +42,16 @@ class Groups:
     def take(self, rows: Tensor) -> "Groups":
         """A selection of the rows, by number or by a bool mask [rows]."""
         indices = rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows
-        tensors = {name: value[indices] for name, value in vars(self.batch).items() if isinstance(value, Tensor)}
-        reasons = [self.batch.finish_reason[index] for index in indices.tolist()]
         return Groups(
             [self.prompts[index] for index in indices.tolist()],
-            replace(self.batch, finish_reason=reasons, **tensors),
+            self.batch.select_rows(indices.tolist()),
             {name: values[indices] for name, values in self.scores.items()},
         )
 
     def concatenate(self, other: "Groups", pad_token_id: int) -> "Groups":
         """These rows followed by those of `other`."""
-        widths = [max(getattr(groups.batch, name).shape[1] for groups in (self, other)) for name in WIDTHS]
-        first, second = (pad_batch(groups.batch, *widths, pad_token_id) for groups in (self, other))
-        tensors = {
-            name: torch.cat([value, getattr(second, name)]) for name, value in vars(first).items() if name in TENSORS
-        }
-        reasons = first.finish_reason + second.finish_reason
         scores = {name: torch.cat([values, other.scores[name]]) for name, values in self.scores.items()}
-        batch = replace(first, finish_reason=reasons, **tensors)
+        batch = hybrid.RolloutBatch.cat([self.batch, other.batch], pad_token_id)
         return Groups(self.prompts + other.prompts, batch, scores)
 
 
@@ -147,13 +138,13 @@ def gather_groups(own: Groups, prompts: list[Row], num_generations: int) -> Grou
     """
     rows = len(prompts) * num_generations
     ended = torch.tensor([reason == "stop" for reason in own.batch.finish_reason], device=own.batch.prompt_ids.device)
-    tensors = {name: gather_rows(getattr(own.batch, name), num_generations)[:rows] for name in TENSORS}
+    tensors = {name: gather_rows(value, num_generations)[:rows] for name, value in own.batch.tensors().items()}
     reasons = [
         "stop" if stopped else "length" for stopped in gather_rows(ended.byte(), num_generations)[:rows].tolist()
     ]
     scores = {name: gather_rows(values, num_generations)[:rows] for name, values in own.scores.items()}
     of_each = [row for row in prompts for _ in range(num_generations)]
-    return Groups(of_each, replace(own.batch, finish_reason=reasons, **tensors), scores)
+    return Groups(of_each, replace(own.batch, finish_reason=reasons, **tensors, **NO_TURNS), scores)
 
 
 def groups_of_rank(groups: Groups, num_generations: int) -> Groups:
@@ -162,13 +153,5 @@ def groups_of_rank(groups: Groups, num_generations: int) -> Groups:
     return groups.take(rows[dist.get_rank() :: dist.get_world_size()].flatten())
 
 
-WIDTHS = ("prompt_ids", "completion_ids")
-TENSORS = (
-    "prompt_ids",
-    "prompt_mask",
-    "completion_ids",
-    "completion_mask",
-    "sampling_per_token_logps",
-    "old_per_token_logps",
-    "raw_per_token_logps",
-)
+# What a batch has of its rows' environments: nothing, in groups that ranks exchange.
+NO_TURNS = {"turn_rewards": [], "turn_seconds": [], "errors": []}

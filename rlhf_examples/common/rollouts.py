@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
 
 import hybrid
@@ -20,7 +19,6 @@ from rlhf_examples.common.forwards import token_logps, token_logps_row_by_row
 from rlhf_examples.common.losses import importance_sampling_weights, loss_denominator
 from rlhf_examples.common.ranks import over_ranks
 from rlhf_examples.common.trackers import LOGP_DIFFERENCE_EDGES, Histogram, Metrics
-from rlhf_examples.data.conversations import turn_end_token
 from rlhf_examples.data.examples import collate_prompts
 
 Row = dict[str, Any]  # a row of `data.examples.Examples`
@@ -145,7 +143,7 @@ def roll_out(
     row_ids int64 [prompts]: the prompts' numbers among all ranks', from which the sampling keys are made.
     """
     ids, mask = (tensor.to(policy.device) for tensor in collate_prompts(prompts, tokenizer.pad_token_id).values())
-    if (end := turn_end_token(tokenizer)) is not None:
+    if (end := hybrid.turn_end_token(tokenizer)) is not None:
         params = replace(params, stop_token_ids=(*params.stop_token_ids, end))
     return pad_to_common_width(
         policy.rollout(ids, mask, params, num_generations, row_ids=row_ids), tokenizer.pad_token_id
@@ -155,21 +153,7 @@ def roll_out(
 def pad_to_common_width(batch: hybrid.RolloutBatch, pad_token_id: int) -> hybrid.RolloutBatch:
     """`batch` with prompts padded on the left and completions on the right to the greatest widths of any rank."""
     widths = torch.tensor([batch.prompt_ids.shape[1], batch.completion_ids.shape[1]], device=batch.prompt_ids.device)
-    return pad_batch(batch, *over_ranks(widths, dist.ReduceOp.MAX).tolist(), pad_token_id)
-
-
-def pad_batch(
-    batch: hybrid.RolloutBatch, prompt_width: int, completion_width: int, pad_token_id: int
-) -> hybrid.RolloutBatch:
-    """`batch` with prompts padded on the left and completions on the right to the given widths."""
-    left, right = prompt_width - batch.prompt_ids.shape[1], completion_width - batch.completion_ids.shape[1]
-    ids = {"prompt_ids": (left, 0), "completion_ids": (0, right)}
-    logps = ("sampling_per_token_logps", "old_per_token_logps", "raw_per_token_logps")
-    zeros = {"prompt_mask": (left, 0)} | dict.fromkeys(("completion_mask", *logps), (0, right))
-    wider = {name: functional.pad(getattr(batch, name), amount, value=pad_token_id) for name, amount in ids.items()}
-    return replace(
-        batch, **wider, **{name: functional.pad(getattr(batch, name), amount) for name, amount in zeros.items()}
-    )
+    return batch.padded(*over_ranks(widths, dist.ReduceOp.MAX).tolist(), pad_token_id)
 
 
 def decode_completions(tokenizer: PreTrainedTokenizerBase, batch: hybrid.RolloutBatch) -> list[str]:

@@ -6,44 +6,10 @@ from itertools import takewhile
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_examples.data.texts import BadRecord, Texts, apply_chat_template, render
+from hybrid import cut_after_turn_end, turn_end_token
+from rlhf_examples.data.texts import BadRecord, Texts, render
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the template's mark for the start of the assistant's text
-PROBE = [{"role": "user", "content": "question"}], [{"role": "assistant", "content": "answer"}]
-
-
-def cut_after_turn_end(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens of an assistant's turn up to its end token, where rollouts stop; what a template writes after it is
-    cut off.
-
-    Qwen, Gemma and Zephyr write a newline there, Phi-3 a second end token. The end is the last token of the first run
-    of special tokens after the answer; if there is none, as in Alpaca's format, the tokenizer's end token is appended.
-    """
-    first = len(tokens)
-    while first and not tokenizer.decode(tokens[first - 1 : first], skip_special_tokens=True).strip():
-        first -= 1
-    end = 0
-    for position, token in enumerate(tokens[first:], start=first + 1):
-        if tokenizer.decode([token]).strip():
-            end = position
-        elif end:
-            break
-    if end or tokenizer.eos_token_id is None:
-        return tokens[: end or len(tokens)]
-    return [*tokens, tokenizer.eos_token_id]
-
-
-def turn_end_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token that ends an assistant's turn in the chat template; None without a template, or if the template
-    rejects a question with an answer.
-    """
-    if tokenizer.chat_template is None:
-        return None
-    try:
-        (completion,) = apply_chat_template(PROBE[0], [PROBE[1]], tokenizer).completions
-    except BadRecord:
-        return None
-    return cut_after_turn_end(encode_text(completion, tokenizer), tokenizer)[-1]
 
 
 def stop_at_turn_end(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -1,6 +1,7 @@
 """Tokenized records: cached by content, in an order that can be resumed, padded into tensors."""
 
 import hashlib
+import inspect
 import json
 from bisect import bisect_left, insort
 from collections.abc import Iterator
@@ -16,8 +17,9 @@ from datasets import Features, IterableDataset, List, Value
 from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
+from hybrid import cut_after_turn_end
 from rlhf_examples.data import conversations, messages, texts
-from rlhf_examples.data.conversations import assistant_mask, cut_after_turn_end
+from rlhf_examples.data.conversations import assistant_mask
 from rlhf_examples.data.records import Rows
 from rlhf_examples.data.texts import AS_NAMED, BadRecord, LeftOut, RecordFormat, Texts, texts_of
 
@@ -207,7 +209,8 @@ def require_usable(left_out: LeftOut) -> None:
 def cache_key(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, *settings: Any) -> str:
     """A hash of everything that the tokens depend on: rows, tokenizer, settings and the source files that make them."""
     digest = hashlib.sha256(repr((settings, tokenizer_state(tokenizer))).encode())
-    for file in (__file__, conversations.__file__, messages.__file__, texts.__file__):
+    turn_ends = inspect.getsourcefile(cut_after_turn_end)
+    for file in (__file__, conversations.__file__, messages.__file__, texts.__file__, turn_ends):
         digest.update(Path(file).read_bytes())
     for batch in rows.iter(batch_size=1000):
         digest.update(repr(batch).encode())

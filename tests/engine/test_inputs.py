@@ -136,8 +136,8 @@ def check_moved(monkeypatch) -> None:
         seen.extend([*args, *(value for value in kwargs.values() if isinstance(value, torch.Tensor))])
         raise Seen
 
-    def record_prompts(params, prompt_ids, prompt_mask, *more):
-        seen.extend([prompt_ids, prompt_mask])
+    def record_prompts(params, rows, *more):
+        seen.extend([rows.prompt_ids, rows.prompt_mask])
         raise Seen
 
     monkeypatch.setattr(generator, "hugging_face_generate", record_inputs)

@@ -17,9 +17,10 @@ from transformers import (
 from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
 from hybrid.generation import model_runner as rows
 from hybrid.generation.block_pool import BlockPool, blocks_for
+from hybrid.generation.completions import Completions
 from hybrid.generation.request import Request
 from hybrid.generation.sampler import SamplingMetadata, mixed, sample_tokens_in_torch, shifted, stream_keys
-from hybrid.generation.scheduler import Completions, Scheduler
+from hybrid.generation.scheduler import Scheduler
 from tests.marks import slow_but
 
 VOCABULARY, PAD = 23, 0
@@ -135,10 +136,12 @@ def run_scheduler(
     num_scheduler_steps: int = 1,
     limit: int | None = None,
     step: int = BLOCK_SIZE,
+    caches_prefixes: bool = True,
 ) -> tuple[Completions, PagedMock, RecordingPool]:
     """The completions, their decoder and block pool; limit: the most blocks in use."""
     decoder = PagedMock()
-    block_pool = RecordingPool(step, None if limit is None else (limit + 1) * 2 * BLOCK_SIZE * 8)
+    limit_bytes = None if limit is None else (limit + 1) * 2 * BLOCK_SIZE * 8
+    block_pool = RecordingPool(step, limit_bytes, caches_prefixes=caches_prefixes)
     block_pool.begin_call(decoder.kv)
     phase = lambda name: contextlib.nullcontext()  # noqa: E731
     done = Scheduler(request, decoder, block_pool, max_num_seqs, phase, num_scheduler_steps).run()
@@ -260,17 +263,22 @@ def test_waiting_rows_are_admitted_as_others_finish():
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 100])
 def test_equal_prompts_are_prefilled_once(max_num_seqs):
-    _, decoder, _ = run_scheduler(request_of(MIXTURE), max_num_seqs)
+    _, decoder, _ = run_scheduler(request_of(MIXTURE), max_num_seqs, caches_prefixes=False)
     assert decoder.prefilled == sum(map(len, (BLOCK, TOKEN, TWO_BLOCKS, OVER_A_BLOCK, SHORT)))
 
 
-def test_prompts_with_a_common_prefix_are_prefilled_separately():
-    """Prompts differ by a first token, a last token or padding."""
-    prompts = [OVER_A_BLOCK, OVER_A_BLOCK[1:], OVER_A_BLOCK[:-1], torch.cat([BLOCK * 0 + PAD, OVER_A_BLOCK])]
+@pytest.mark.parametrize("caches_prefixes", [True, False])
+def test_a_common_block_of_prompts_is_prefilled_once(caches_prefixes):
+    """Prompts differ by a first token, a last token, padding, or what follows their first block."""
+    other = torch.cat([OVER_A_BLOCK[:BLOCK_SIZE], prompts_of(2 * BLOCK_SIZE, seed=9)[0]])
+    longer = torch.cat([other, prompts_of(7, seed=10)[0]])
+    padding = torch.cat([BLOCK * 0 + PAD, OVER_A_BLOCK])
+    prompts = [OVER_A_BLOCK, other, OVER_A_BLOCK[1:], OVER_A_BLOCK[:-1], padding, longer]
     request = request_of(prompts)
-    actual, decoder, _ = run_scheduler(request)
+    actual, decoder, _ = run_scheduler(request, caches_prefixes=caches_prefixes)
     require_same(actual, expected(request))
-    assert decoder.prefilled == sum(map(len, prompts))
+    shared = [BLOCK_SIZE, BLOCK_SIZE, 3 * BLOCK_SIZE] if caches_prefixes else []
+    assert decoder.prefilled == sum(map(len, prompts)) - sum(shared)
 
 
 @pytest.mark.parametrize("at_once", [7, 16, BLOCK_SIZE])
@@ -317,7 +325,7 @@ def test_a_group_without_room_to_share_its_prompt_is_prefilled_per_row():
     actual, decoder, block_pool = run_scheduler(request, limit=blocks_for(len(OVER_A_BLOCK) + 10))
     require_same(actual, expected(request))
     assert decoder.steps == [1] * len(decoder.steps)
-    assert decoder.prefilled == 3 * len(OVER_A_BLOCK)
+    assert decoder.prefilled == len(OVER_A_BLOCK) + 2  # all but the last token is in the blocks of the row before
     assert block_pool.max_used == block_pool.limit
 
 

@@ -145,6 +145,8 @@ def launch_experts(dtype: torch.dtype) -> None:
     for items in (16, 1000):
         order, cu_seqlens = torch.empty(items, dtype=torch.int32), torch.empty(9, dtype=torch.int32)
         triton_experts.grouped_linear(x, weight, order, cu_seqlens, 2)
+    chosen = torch.empty(1000, 8, dtype=torch.int64)
+    triton_experts.record_experts(chosen, chosen[:, 0].contiguous(), chosen[0, :1], layer=1, layers=48)
 
 
 def launch_loop() -> None:

@@ -19,6 +19,7 @@ OTHERS = {
     "_add_norm_kernel",
     "_activation_kernel",
     "_grouped_linear_kernel",
+    "_record_experts_kernel",
     "_sums_kernel",
     "_draw_kernel",
     "_slot_mapping_kernel",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 import trl
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 from tokenizers.decoders import ByteLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -20,22 +20,52 @@ FAMILIES = {
         ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
         "<|eot_id|>",
     ),
+    "llama3_1": (
+        (
+            "<|begin_of_text|>",
+            "<|end_of_text|>",
+            "<|start_header_id|>",
+            "<|end_header_id|>",
+            "<|eot_id|>",
+            "<|eom_id|>",
+        ),
+        "<|eot_id|>",
+    ),
+    "chatml": (("", "<|im_end|>", "<|im_start|>"), "<|im_end|>"),
     "cohere": (
         ("<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>", "<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>"),
         "<|END_OF_TURN_TOKEN|>",
     ),
 }
+# From transformers' documentation (docs/source/en/chat_templating_writing.md), without a default system message.
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# Whose special tokens take the white space after them (microsoft/Phi-3-mini-4k-instruct, tokenizer.json).
+STRIPPING = ("phi3",)
 
 
-def tokenizer_of(family: str) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer with a family's special tokens and its chat template, from TRL."""
+def tokenizer_of(family: str, merged_text: str = "") -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer with a family's special tokens and its chat template, from TRL.
+
+    merged_text: has BPE merges learned on this text, so that tokens span several characters.
+    """
     special, _ = FAMILIES[family]
-    inner = Tokenizer(models.BPE({char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), ByteLevel()
-    inner.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special if text])
+    if merged_text:
+        inner.train_from_iterator(
+            [merged_text], trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False)
+        )
+    strips = family in STRIPPING
+    inner.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False, rstrip=strips) for text in special if text]
+    )
     ends = {"eos_token": special[1], "pad_token": special[1], **({"bos_token": special[0]} if special[0] else {})}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, **ends)
-    tokenizer.chat_template = (TEMPLATES / f"{family}.jinja").read_text()
+    tokenizer.chat_template = CHATML if family == "chatml" else (TEMPLATES / f"{family}.jinja").read_text()
     return tokenizer
 
 

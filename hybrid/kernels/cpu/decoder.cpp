@@ -249,6 +249,11 @@ struct Run {
       norm(n, row, row, size);
   }
 
+  // The cache position of token t of a sequence.
+  int64_t slot(int64_t sequence, int64_t t) const {
+    const int64_t position = batch.positions[t];
+    return batch.block_tables[sequence * batch.table_width + position / BLOCK_SIZE] * int64_t(BLOCK_SIZE) + position % BLOCK_SIZE;
+  }
   // Norm and RoPE of q and k, and the write of k and v to the KV cache, for this thread's tokens.
   void rope_and_write(const Layer& layer) const {
     const int64_t size = d.head_dim, q = d.num_heads * size, kv = d.num_kv_heads * size, pad = head_pad(d);
@@ -270,7 +275,7 @@ struct Run {
       if (layer.cos)
         for (int64_t h = 0; h < d.num_heads + d.num_kv_heads; h++)
           rope(row + h * size, layer.cos + position * (d.rotary_dim / 2), layer.sin + position * (d.rotary_dim / 2));
-      const int64_t block = batch.block_tables[sequence * batch.table_width + position / BLOCK_SIZE], offset = position % BLOCK_SIZE;
+      const int64_t block = slot(sequence, t) / BLOCK_SIZE, offset = position % BLOCK_SIZE;
       for (int64_t h = 0; h < d.num_kv_heads; h++) {
         T* key = keys + (block * d.num_kv_heads + h) * key_dims(size) * BLOCK_SIZE;
         T* value = values + (block * d.num_kv_heads + h) * BLOCK_SIZE * pad;
@@ -455,8 +460,11 @@ struct Run {
     const bool is_partial = d.expert_group;
     product(layer.router, work.mlp_normed, d.hidden_size, work.router_weights, experts);
     barrier();
-    for (int64_t t = rows().first; t < rows().last; t++) {
-      route(work.router_weights + t * experts, experts);
+    for (int64_t t = rows().first, sequence = 0; t < rows().last; t++) {
+      while (batch.cu_seqlens[sequence + 1] <= t) sequence++;
+      int16_t* chosen = nullptr;
+      if (d.router_indices) chosen = d.router_indices + (slot(sequence, t) * d.num_moe_layers + layer.moe_layer) * d.experts_per_token;
+      route(work.router_weights + t * experts, experts, chosen);
       std::memset(work.projected + t * d.hidden_size, 0, d.hidden_size * sizeof(float));
     }
     barrier();
@@ -506,7 +514,8 @@ struct Run {
       for (int64_t k = 0; k < d.hidden_size; k++) work.projected[t * d.hidden_size + k] = rounded<T>(work.projected[t * d.hidden_size + k]);
   }
   // Router logits to expert weights, in place: softmax over all experts, the top experts_per_token kept, 0 elsewhere.
-  void route(float* weights, int64_t experts) const {
+  // chosen: null, or where the experts that are kept are written, the one with the largest weight first.
+  void route(float* weights, int64_t experts, int16_t* chosen) const {
     float max_logit = weights[0];
     for (int64_t e = 1; e < experts; e++) max_logit = std::max(max_logit, weights[e]);
     float total = 0;
@@ -520,6 +529,7 @@ struct Run {
       weight = i < d.experts_per_token ? weight / total : 0.0f;
       kept += weight;
     }
+    for (int64_t i = 0; chosen && i < d.experts_per_token; i++) chosen[i] = int16_t(order[i]);
     for (int64_t e = 0; e < experts; e++) {
       const float weight = d.normalize_experts ? weights[e] / kept : weights[e];
       weights[e] = d.experts_float32 ? weight : rounded<T>(weight);

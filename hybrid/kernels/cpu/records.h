@@ -40,6 +40,7 @@ struct Layer {
   const float *cos, *sin;                 // [positions, rotary_dim / 2], or null
   void *keys, *values;                    // the layer's KV cache, see attention.h
   int64_t window;
+  int64_t moe_layer;                      // its number among the layers with experts
 };
 
 // Ranks that share a decoder.  memory: of the ranks of one host, see group.h; null: `sum` is called instead, an
@@ -79,6 +80,8 @@ struct Decoder {
   int64_t first_expert, local_experts;  // this rank's experts
   int64_t whole_vocabulary, first_token, local_tokens;  // this rank's logits are of tokens [first_token, first_token + local_tokens)
   int64_t intermediate_size;  // inputs of `down` or `experts_down`: the maximum over layers
+  int64_t num_moe_layers;     // layers with experts
+  int16_t* router_indices;    // [cache positions, num_moe_layers, experts_per_token], each token's experts; null: not recorded
   int64_t lora_ranks;         // sum of the ranks of a layer's LoRA deltas: the maximum over layers and the part outside them
 };
 

@@ -66,7 +66,7 @@ def batch_of(rows: list[dict], width: int) -> hybrid.RolloutBatch:
     prompts = [[int(row["prompt"])] * (1 + int(row["prompt"])) for row in rows for _ in range(EACH)]
     ids, mask = pad(prompts, 0, left=True)
     ones, zeros = torch.ones(len(prompts), width), torch.zeros(len(prompts), width)
-    logps = dict.fromkeys((name for name in groups_of.TENSORS if name.endswith("logps")), zeros)
+    logps = dict.fromkeys((f"{kind}_per_token_logps" for kind in ("sampling", "old", "raw")), zeros)
     completions = {"completion_ids": ones.long(), "completion_mask": ones.long()}
     timings, reasons = {"decode_s": 1.0}, ["stop"] * len(prompts)
     return hybrid.RolloutBatch(

@@ -1,0 +1,1 @@
+"""The engine in Ray actors and with threads."""

@@ -1,0 +1,164 @@
+"""Rollouts that end before all rows are done, and rows that go on later. The oracle is the rollout without a stop."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hybrid
+from hybrid import SamplingParams, StopAfter
+from tests.engines import engine_of, settings, train_step
+from tests.marks import slow_but
+from tests.tiny_models import VOCABULARY, prompts, tiny_model, twin
+
+ENDS = tuple(range(2, VOCABULARY, 12))
+SAMPLING = SamplingParams(max_new_tokens=40, temperature=0.9, seed=7, stop_token_ids=ENDS)
+STOPS = {"rows": StopAfter(rows=3), "groups": StopAfter(groups=1), "rows of each group": StopAfter(rows_per_group=2)}
+MODES = {
+    "one rank": {},
+    "tensor parallel": {"hybrid_engine": {"enabled": True, "inference_tp_size": 2}},
+    "streamed": {"hybrid_engine": {"enabled": True, "pin_parameters": False}},
+    "few at once": {"rollout": {"max_num_seqs": 2}},
+}
+NAMES = ("completion_ids", "sampling_per_token_logps", "old_per_token_logps", "raw_per_token_logps")
+
+
+def row_of(batch: hybrid.RolloutBatch, row: int) -> list:
+    """What a row of a batch has, without padding."""
+    at = batch.row_index.tolist().index(row)
+    keep = batch.completion_mask[at].bool()
+    return [batch.finish_reason[at], *(getattr(batch, name)[at][keep].tolist() for name in NAMES)]
+
+
+def finished(batch: hybrid.RolloutBatch) -> set[int]:
+    return set(batch.row_index.tolist())
+
+
+def check_stop_and_resume(blocks: dict, stop: str) -> None:
+    rank = dist.get_rank()
+    engine = engine_of(tiny_model("llama"), settings(3, **blocks))
+    ids, mask = prompts(3, 5 + 3 * rank, padded=True, seed=rank)
+    whole = engine.rollout(ids, mask, SAMPLING, num_generations=3)
+    first = engine.rollout(ids, mask, SAMPLING, num_generations=3, stop_after=STOPS[stop])
+    done, left = finished(first), set(first.unfinished.row_index.tolist())
+    assert done | left == set(range(9)) and not done & left
+    by_group = [sum(row // 3 == group for row in done) for group in range(3)]
+    if stop == "rows":
+        assert 3 <= len(done) < 9
+    elif stop == "groups":
+        assert max(by_group) == 3
+    else:
+        assert min(by_group) >= 2
+    for row in done:
+        assert row_of(first, row) == row_of(whole, row)
+    assert all(len(batch.finish_reason) == len(batch.prompt_ids) for batch in (first, whole))
+    more, more_mask = prompts(1, 4, padded=True, seed=50 + rank)
+    rest = engine.rollout(more, more_mask, SAMPLING, resume=first.unfinished)
+    alone = engine.rollout(more, more_mask, SAMPLING)
+    for index, row in enumerate(first.unfinished.row_index.tolist()):
+        assert row_of(rest, index) == row_of(whole, row), "a row goes on to other tokens than without the stop"
+    assert row_of(rest, len(left)) == row_of(alone, 0), "a new prompt beside resumed rows"
+    assert rest.unfinished is None
+    train_step(engine)
+
+
+@pytest.mark.parametrize("stop", STOPS)
+@pytest.mark.parametrize("mode", slow_but(["one rank", "tensor parallel"], MODES))
+def test_rows_that_are_stopped_go_on_to_the_tokens_without_the_stop(ranks, mode, stop):
+    ranks.run(check_stop_and_resume, MODES[mode], stop)
+
+
+def check_new_weights() -> None:
+    """Each stretch has the version and the logprobs of its own weights."""
+    model = tiny_model("llama")
+    before = twin(model)
+    engine = engine_of(model, settings(3))
+    ids, mask = prompts(3, 6, padded=True)
+    first = engine.rollout(ids, mask, SAMPLING, num_generations=2, stop_after=StopAfter(rows=1))
+    unfinished = first.unfinished
+    lengths = unfinished.completion_mask.sum(dim=1)
+    train_step(engine)
+    batch = engine.rollout(None, None, SAMPLING, resume=unfinished)
+    old = engine_of(before, settings(3))
+    width = batch.completion_ids.shape[1]
+    new_logps, old_logps = (
+        e.score(batch.sequences, batch.attention_mask, temperature=0.9).per_token_logps[:, -width:]
+        for e in (engine, old)
+    )
+    is_old = torch.arange(width) < lengths[:, None]
+    mask = batch.completion_mask
+    assert torch.equal(batch.weight_versions, torch.where(is_old, 0, 1) * mask)
+    expected = torch.where(is_old, old_logps, new_logps) * mask
+    torch.testing.assert_close(batch.old_per_token_logps, expected, atol=1e-5, rtol=1e-5)
+    assert ((new_logps - old_logps) * mask).abs().max() > 1e-3, "the step changed nothing: the test shows nothing"
+    assert (mask.sum(dim=1) > lengths).all()
+
+
+def test_a_row_under_new_weights_has_the_logprobs_of_each_stretch(ranks):
+    ranks.run(check_new_weights)
+
+
+def check_twice() -> None:
+    """Rows that are stopped again, on ranks of which one has nothing left."""
+    rank = dist.get_rank()
+    engine = engine_of(tiny_model("llama"), settings(3))
+    ids, mask = prompts(4, 5, padded=True, seed=rank)
+    whole = engine.rollout(ids, mask, SAMPLING)
+    batch = engine.rollout(ids, mask, SAMPLING, stop_after=StopAfter(rows=1))
+    origin = list(range(4))
+    for _ in range(4):
+        for row in finished(batch):
+            assert row_of(batch, row) == row_of(whole, origin[row])
+        if batch.unfinished is None:
+            break
+        origin = [origin[row] for row in batch.unfinished.row_index.tolist()]
+        batch = engine.rollout(None, None, SAMPLING, resume=batch.unfinished, stop_after=StopAfter(rows=1))
+    nothing = replace(batch) if batch.unfinished is None else batch
+    assert nothing.unfinished is None
+    empty = engine.rollout(ids, mask, SAMPLING, stop_after=StopAfter(rows=2)).unfinished.select_rows([])
+    assert len(engine.rollout(None, None, SAMPLING, resume=empty).prompt_ids) == 0
+
+
+def test_rows_can_be_stopped_again_and_again(ranks):
+    ranks.run(check_twice)
+
+
+def check_wrong_arguments() -> None:
+    engine = engine_of(tiny_model("llama"), settings(3))
+    native = engine_of(tiny_model("llama"), settings(3, rollout={"containers": "native"}))
+    ids, mask = prompts(2, 5, padded=True)
+    given = ids, mask, SAMPLING
+    for error, text, call in (
+        (ValueError, "it must be one of rows, groups, rows_per_group", lambda: StopAfter()),
+        (ValueError, "at least 1", lambda: StopAfter(rows=0)),
+        (ValueError, "it must be one of", lambda: StopAfter(rows=1, groups=1)),
+        (TypeError, "int given; it must be a hybrid.StopAfter", lambda: engine.rollout(*given, stop_after=3)),
+        (TypeError, "list given; it must be a hybrid.UnfinishedRows", lambda: engine.rollout(*given, resume=[])),
+        (TypeError, "NoneType given", lambda: engine.rollout(None, None, SAMPLING)),
+        (
+            NotImplementedError,
+            "stop_after needs the fused decoder",
+            lambda: native.rollout(ids, mask, SAMPLING, stop_after=StopAfter(rows=1)),
+        ),
+    ):  # fmt: skip
+        with pytest.raises(error, match=text):
+            call()
+
+
+def test_wrong_arguments_say_what_is_allowed(ranks):
+    ranks.run(check_wrong_arguments)
+
+
+def test_unfinished_rows_and_batches_select_all_their_fields():
+    rows = hybrid.UnfinishedRows(
+        **{field.name: torch.arange(6).view(2, 3) for field in fields(hybrid.UnfinishedRows) if field.name != "logps"},
+        logps=torch.arange(12).view(3, 2, 2),
+    )
+    second = rows.select_rows([1])
+    assert all(
+        torch.equal(getattr(second, field.name), torch.tensor([[3, 4, 5]]))
+        for field in fields(rows)
+        if field.name != "logps"
+    )
+    assert torch.equal(second.logps, rows.logps[:, 1:])
