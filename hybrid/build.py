@@ -241,6 +241,16 @@ def router_refusals(info: ModelInfo, rollout: RolloutConfig) -> Iterator[Refusal
     )
 
 
+def speculation_refusals(info: ModelInfo, rollout: RolloutConfig) -> Iterator[Refusal]:
+    """What cannot verify drafts. Nothing without `rollout.speculation`."""
+    if rollout.speculation is None:
+        return
+    key, remedy = "rollout.speculation", "leave it out"
+    yield Refusal(rollout.containers == "native", key, None, f"it needs rollout.containers=fused; {remedy}")
+    none = f"only fused decoders verify drafts, and {type(info.base).__name__} has none ({info.reasons.get('layout')})"
+    yield Refusal(info.layout is None, key, None, f"{none}; {remedy}")
+
+
 def layer_by_layer(reason: str) -> str:
     """The reason text for a model whose own layers are gathered as they run."""
     return f"weights are gathered layer by layer ({reason})"

@@ -424,6 +424,8 @@ class InferenceConfig(Block):
     max_out_tokens: maximum tokens of a sequence, prompt included.
     min_out_tokens: new tokens that must fit after every prompt. Here: must be less than max_out_tokens.
     transposed_mode: layout of the weights. Here: no effect, weights are read in the model's layout.
+    speculation: draft tokens and verify them, where that is measured to be faster. Here: not a key of DeepSpeed's; a
+        block as `rollout.speculation`, with replace_with_kernel_inject.
     """
 
     replace_with_kernel_inject: bool = Field(False, alias="kernel_inject")
@@ -452,6 +454,7 @@ class InferenceConfig(Block):
     max_out_tokens: int = Field(1024, alias="max_tokens", gt=0)
     min_out_tokens: int = Field(1, alias="min_tokens", ge=0)
     transposed_mode: bool = False
+    speculation: SpeculationConfig | None = None
 
     @field_validator("dtype")
     @classmethod

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache
 
-from hybrid.build import Builder, Mode, attention_refusals, int8_refusals, router_refusals
+from hybrid.build import Builder, Mode, attention_refusals, int8_refusals, router_refusals, speculation_refusals
 from hybrid.call_lock import CallLock, with_call_lock
 from hybrid.config import HybridEngineConfig, Refusal, RolloutConfig, refuse
 from hybrid.decoders.calls import Calls, SharedCalls
@@ -34,6 +34,7 @@ from hybrid.generation.hf_cache import KVCache
 from hybrid.generation.rollout_batch import RolloutCall
 from hybrid.generation.sampler import Seeds
 from hybrid.generation.scoring import Scores
+from hybrid.generation.speculation import speculator_of
 from hybrid.generation.stream import Stream, TokenStreamer
 from hybrid.memory_plan import MemoryPlan, MemoryPlanner, free_bytes
 from hybrid.models.model_info import ModelInfo
@@ -73,6 +74,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         info = ModelInfo(generating_part(model))
         refuse(int8_refusals(info, *blocks))
         refuse(router_refusals(info, blocks[1]))
+        refuse(speculation_refusals(info, blocks[1]))
         require_divisible_heads(info, blocks[0].inference_tp_size)
         mpu_group = group_of_mpu(kwargs.get("mpu"), blocks[0].inference_tp_size)
         super().__init__(args, model, **kwargs)
@@ -243,6 +245,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
             require_memory=self._require_memory,
             runs_other_methods=True,
             return_router_indices=settings.return_router_indices,
+            speculator=speculator_of(settings.speculation),
         )
 
     def _make_sleep(self) -> Sleep:
@@ -842,14 +845,15 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         """This rank's statistics since the last `eval()`: seconds by phase (`gather_s`, `merge_s`, `prefill_s`,
         `decode_s`, `environment_s` (nothing could decode until an environment answered), `wait_s`, `release_s`,
         `train_s`, `elapsed_s`), `tokens` generated, `prefilled_tokens` and `cached_tokens` of prompts (computed, and
-        found in the KV cache; of all ranks that decode one batch), `tokens_per_s` of prefill, decode and wait together,
-        and `gathered_bytes`; `refresh_s`: seconds of gathering and merging, the most of the ranks that share weights
-        (`inference_tp_size`) as of their latest request. Memory held now: `snapshot_bytes`,
-        `container_bytes` (copies that fused containers made in addition) and `kv_bytes`. `asleep`: the level at which
-        the engine sleeps, 0 if it is awake; `host_bytes`: what it has in host memory for that time. `peak_bytes`: the
-        sum of the peaks of the snapshot with one gathered group, the containers, the KV cache and the fused decoder's
-        largest forward. `fallback_reason`: why the latest request that could not run fused ran in the model's own
-        layers, and the remedy; "" if every request ran fused."""
+        found in the KV cache; of all ranks that decode one batch), `drafted_tokens`, `accepted_tokens` and
+        `saved_steps` of `rollout.speculation` (steps that the accepted tokens saved; of all these ranks too),
+        `tokens_per_s` of prefill, decode and wait together, and `gathered_bytes`; `refresh_s`: seconds of gathering and
+        merging, the most of the ranks that share weights (`inference_tp_size`) as of their latest request. Memory held
+        now: `snapshot_bytes`, `container_bytes` (copies that fused containers made in addition) and `kv_bytes`.
+        `asleep`: the level at which the engine sleeps, 0 if it is awake; `host_bytes`: what it has in host memory for
+        that time. `peak_bytes`: the sum of the peaks of the snapshot with one gathered group, the containers, the KV
+        cache and the fused decoder's largest forward. `fallback_reason`: why the latest request that could not run
+        fused ran in the model's own layers, and the remedy; "" if every request ran fused."""
         exchange_bytes = 0 if self._module_exchange is None else self._module_exchange.nbytes()
         decoders = [self._fused] if self._int8 is None else [self._fused, self._int8]
         peak_bytes = self._snapshot.peak_bytes

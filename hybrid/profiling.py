@@ -26,6 +26,9 @@ class Iteration:
     tokens: int = 0
     prefilled_tokens: int = 0
     cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    saved_steps: float = 0.0
     gathered_bytes: int = 0
     group_refresh_s: float = 0.0  # the most `Profiler.refresh_s` of the ranks of a group
 
@@ -72,6 +75,12 @@ class Profiler:
         self.now.prefilled_tokens += computed
         self.now.cached_tokens += cached
 
+    def speculated(self, drafted: int, accepted: int, saved_steps: float) -> None:
+        """Add tokens that were drafted and accepted, and the decode steps that this saved."""
+        self.now.drafted_tokens += drafted
+        self.now.accepted_tokens += accepted
+        self.now.saved_steps += saved_steps
+
     def gathered(self, nbytes: int) -> None:
         """Add bytes that this rank has gathered."""
         self.now.gathered_bytes += nbytes
@@ -86,9 +95,9 @@ class Profiler:
 
     def stats(self) -> dict[str, float]:
         """This rank's statistics of the current iteration: `<phase>_s` and `elapsed_s` in seconds, `tokens`,
-        `prefilled_tokens` and `cached_tokens` of prompts, `tokens_per_s` of prefill, decode and wait together,
-        `gathered_bytes`; and `refresh_s`, of gather and merge, the most of the ranks that share weights as of their
-        latest request."""
+        `prefilled_tokens` and `cached_tokens` of prompts, `drafted_tokens`, `accepted_tokens` and `saved_steps` of
+        speculation, `tokens_per_s` of prefill, decode and wait together, `gathered_bytes`; and `refresh_s`, of gather
+        and merge, the most of the ranks that share weights as of their latest request."""
         seconds = {f"{name}_s": self.now.seconds[name] for name in PHASES}
         generating_s = self.now.seconds["prefill"] + self.now.seconds["decode"] + self.now.seconds["wait"]
         return {
@@ -98,6 +107,9 @@ class Profiler:
             "tokens": self.now.tokens,
             "prefilled_tokens": self.now.prefilled_tokens,
             "cached_tokens": self.now.cached_tokens,
+            "drafted_tokens": self.now.drafted_tokens,
+            "accepted_tokens": self.now.accepted_tokens,
+            "saved_steps": self.now.saved_steps,
             "tokens_per_s": self.now.tokens / generating_s if generating_s > 0 else 0.0,
             "gathered_bytes": self.now.gathered_bytes,
         }

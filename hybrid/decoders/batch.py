@@ -107,6 +107,7 @@ class Draws(Protocol):
     token_ids: int64 [sequences, n], each sequence's tokens so far, and -1 elsewhere; None if `sample` does not need
         them.
     graph_key: two draws of one key differ in nothing but these tensors.
+    needs_tokens: whether a draw depends on the tokens before it: by `token_ids`, or by code that kernels cannot run.
     """
 
     keys: torch.Tensor
@@ -117,6 +118,7 @@ class Draws(Protocol):
     pad_token_id: int
     token_ids: torch.Tensor | None
     graph_key: Hashable
+    needs_tokens: bool
 
     def record(self, steps: int) -> tuple[Any, Any]:
         """The C++ kernels' record of what they draw in `steps` steps, and what they write: `tokens`, int64 [steps,
@@ -136,11 +138,12 @@ class Draws(Protocol):
         seen: uint8 [rows, vocab], 1 for the tokens of `token_ids`; None without them.
         """
 
-    def drawn_at(self, logits: torch.Tensor, sequences: torch.Tensor, offsets: torch.Tensor) -> Any:
+    def drawn_at(self, logits: torch.Tensor, sequences: torch.Tensor, offsets: torch.Tensor, ids: torch.Tensor) -> Any:
         """A token for each row of logits: `tokens`, int64 [rows], and `logps()`, float32 [3, rows].
 
         sequences: int64 [rows], the sequence that each row is of.  offsets: int64 [rows], its distance from the
-            sequence's next new token.
+            sequence's next new token.  ids: int64 [rows], the token before it: a drafted one, where the distance is
+            not 0. If `needs_tokens`, rows with every smaller distance of the sequence are there too.
         """
 
 

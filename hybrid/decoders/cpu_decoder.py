@@ -213,7 +213,7 @@ class CpuDecoder(WholeDecoder):
     ) -> VerifiedTokens:
         """As `hybrid.decoders.drafts.verify_steps`, in one call where the kernels sample: tokens and logprobs are those
         of `decode_steps`, to the bit."""
-        if not self.samples_in_kernel:
+        if not self.samples_in_kernel or draws.needs_tokens:
             return super().verify_steps(batch, kv, draws, drafting, steps)
         self._lend(kv)
         width, tokens = most_new_tokens(draws, drafting, steps)

@@ -230,8 +230,10 @@ def verify_steps(
     step in which a sequence ends, by a stop token or its limit.
 
     batch: one new token for each sequence; its block tables have room for `most_new_tokens`, where limits allow it.
-    Waits for the device at each step. Sampling has no repetition penalty and no min_new_tokens.
+    steps: 1, if a draw needs the tokens before it.
+    Waits for the device at each step.
     """
+    assert steps == 1 or not draws.needs_tokens, "draws know the tokens before the first step, and its drafts"
     width, _ = most_new_tokens(draws, drafting, steps)
     rows = Rows(batch, draws, drafting)
     tokens = torch.zeros(width, len(rows.latest), dtype=torch.int64, device=decoder.device)
@@ -242,7 +244,7 @@ def verify_steps(
         start = time.perf_counter()
         drafts = drafting.draft(vocabulary, rows.stop_token_ids, rows.room())
         packed, owners, offsets = rows.packed(drafts)
-        drawn = draws.drawn_at(decoder.verify(packed, kv), owners, offsets)
+        drawn = draws.drawn_at(decoder.verify(packed, kv), owners, offsets, packed.ids)
         kept, ended = rows.accept(drafts, drawn.tokens.tolist())
         kept = torch.tensor(kept, device=decoder.device)
         at, owner = offsets[kept], owners[kept]

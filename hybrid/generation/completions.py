@@ -146,9 +146,15 @@ class CompletionBuffers:
         return self.ids[rows].masked_fill(~is_token, -1)
 
     def record(self, rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, logps: torch.Tensor) -> None:
-        """Write tokens, int64 [steps, n], of rows [n] to positions [steps, n], and logprobs, float32 [3, steps, n]."""
+        """Write tokens of rows to positions, and their logprobs, float32 [3, ...]; the others are int64 of shapes that
+        broadcast."""
         self.ids[rows, self.prompt_len + positions] = tokens
         self.logps[:, rows, positions] = logps
+
+    def whole(self) -> list[torch.Tensor]:
+        """Each row's completion as of its end, int64 [n] on the host."""
+        ids = self.ids[:, self.prompt_len :].cpu()
+        return [own[:length] for own, length in zip(ids, self.lengths.tolist(), strict=True)]
 
     def tokens_of(self, row: int, begin: int, end: int) -> torch.Tensor:
         """Tokens of a row's completion, int64 [end - begin], as a copy on the host."""

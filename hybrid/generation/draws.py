@@ -1,7 +1,7 @@
 """How the tokens of running sequences are sampled in several decode steps, as decoders need it."""
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,6 +23,8 @@ class TokenDraws:
     """`hybrid.decoders.batch.Draws` by one SamplingMetadata for all sequences.
 
     vocabulary: the slice that the decoder has logits of; None: the whole vocabulary.
+    in_kernels: whether `sample` draws, with penalties; else `sample_tokens`.
+    process: draws after processors instead, by `drawn_at`'s arguments.
     """
 
     keys: torch.Tensor
@@ -33,6 +35,13 @@ class TokenDraws:
     metadata: SamplingMetadata
     token_ids: torch.Tensor | None = None
     vocabulary: VocabularySlice | None = None
+    in_kernels: bool = False
+    process: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], SamplerOutput] | None = None
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether a draw depends on the tokens before it."""
+        return self.token_ids is not None or self.process is not None
 
     def record(self, steps: int) -> tuple[Samples, SamplerOutput]:
         """The C++ kernels' record of `steps` steps, and what they write, [steps, sequences]."""
@@ -71,17 +80,33 @@ class TokenDraws:
 
         return sample(logits, keys, positions, values, self.graph_key, seen, stop_token_ids)
 
-    def drawn_at(self, logits: torch.Tensor, sequences: torch.Tensor, offsets: torch.Tensor) -> SamplerOutput:
-        """A token for each row of logits, of sequence `sequences[i]`, `offsets[i]` places after its next new token.
-        Without penalties, which need the tokens of these places."""
+    def drawn_at(
+        self, logits: torch.Tensor, sequences: torch.Tensor, offsets: torch.Tensor, ids: torch.Tensor
+    ) -> SamplerOutput:
+        """A token for each row of logits, of sequence `sequences[i]`, `offsets[i]` places after its next new token and
+        after token `ids[i]`."""
+        if self.process is not None:
+            return self.process(logits, sequences, offsets, ids)
         keys, positions = self.keys[sequences], self.positions[sequences] + offsets
-        return sample_tokens(logits, keys, positions, self.metadata, self.vocabulary)
+        if not self.in_kernels:
+            return sample_tokens(logits, keys, positions, self.metadata, self.vocabulary)
+        token_ids = None if self.token_ids is None else with_drafts(self.token_ids, sequences, offsets, ids)
+        return replace(self, keys=keys, positions=positions, token_ids=token_ids).drawn(logits)
 
     def drawn(self, logits: torch.Tensor) -> SamplerOutput:
         """A token for each row of logits [rows, vocab]."""
         seen = None if self.token_ids is None else seen_tokens(self.token_ids, logits.shape[1])
         settings = self.keys.contiguous(), self.positions.contiguous(), self.values, self.stop_token_ids
         return SamplerOutput(*self.sample(logits, *settings, seen))
+
+
+def with_drafts(
+    token_ids: torch.Tensor, sequences: torch.Tensor, offsets: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """The tokens before each row of `drawn_at`, int64 [rows, n], and -1 elsewhere.  token_ids: of each sequence, up to
+    the token at distance 0."""
+    is_before = (sequences[:, None] == sequences) & (offsets <= offsets[:, None]) & (offsets > 0)
+    return torch.cat([token_ids[sequences], torch.where(is_before, ids, -1)], dim=1)
 
 
 def seen_tokens(token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:

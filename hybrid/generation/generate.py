@@ -10,6 +10,8 @@ from torch import nn
 from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
 from transformers.generation import GenerationMode
 
+from hybrid.decoders.batch import Draws, PackedBatch, PagedKV
+from hybrid.decoders.drafts import Drafting, VerifiedTokens, verify_steps
 from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.models.model_info import ModelInfo
 from hybrid.profiling import ModelTimes
@@ -176,6 +178,12 @@ class TimedDecoder:
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self.decoder, name)
-        if name in ("forward", "decode", "logits"):
+        if name in ("forward", "decode", "verify", "logits"):
             return self.times.forward(continues=name == "logits")(attribute)
         return attribute
+
+    def verify_steps(
+        self, batch: PackedBatch, kv: PagedKV, draws: Draws, drafting: Drafting, steps: int
+    ) -> VerifiedTokens:
+        """As `hybrid.decoders.drafts.verify_steps`."""
+        return verify_steps(self, batch, kv, draws, drafting, steps)

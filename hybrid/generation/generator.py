@@ -36,6 +36,7 @@ from hybrid.generation.request import GenerateInputs, Request
 from hybrid.generation.rollout_batch import RolloutCall, RolloutRows, rollout_batch, rollout_request
 from hybrid.generation.sampler import Seeds, stream_keys, wrapped
 from hybrid.generation.scoring import Scores
+from hybrid.generation.speculation import Speculator
 from hybrid.generation.work import (
     CompletionWork,
     LockstepWork,
@@ -67,6 +68,7 @@ class Generator:
     seed_group: ranks that use the first one's seed.
     times: times the forwards of fused decoders if it is enabled.
     return_router_indices: whether rollouts give the experts of each token.
+    speculator: what drafts of tokens are planned by; None: there are none.
     info, model, calls, expands: see `attach`.
     """
 
@@ -84,6 +86,7 @@ class Generator:
     seed_group: InferenceGroup | None = None
     times: ModelTimes | None = None
     return_router_indices: bool = False
+    speculator: Speculator | None = None
     info: ModelInfo = field(init=False)
     model: nn.Module = field(init=False)
     calls: Calls = field(init=False)
@@ -102,6 +105,7 @@ class Generator:
                 profiler=self.profiler,
                 max_num_seqs=self.max_num_seqs,
                 times=self.times,
+                speculator=self.speculator,
             )
         )
 

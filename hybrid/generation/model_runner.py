@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from hybrid.decoders.batch import BLOCK_SIZE, Draws, PackedBatch, packed, table_of
+from hybrid.decoders.drafts import Drafting, VerifiedTokens, most_new_tokens
 from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.generation.block_pool import BlockPool, blocks_for
 
@@ -174,6 +175,20 @@ class ModelRunner:
         drawn, logps = self.decoder.decode_steps(self._batch(tokens), self.block_pool.kv, draws, steps)
         self._advance(len(drawn))
         return drawn, logps
+
+    def verified_steps(
+        self, tokens: torch.Tensor, draws: Draws, drafting: Drafting, steps: int, max_blocks: Sequence[int]
+    ) -> VerifiedTokens:
+        """Append tokens, int64 [rows], and drafts, keep those that are drawn, and so on, up to `steps` times. Rows get
+        different numbers of tokens.  max_blocks: the most blocks of each row."""
+        self.allocate_slots(most_new_tokens(draws, drafting, steps)[0], max_blocks)
+        verified = self.decoder.verify_steps(self._batch(tokens), self.block_pool.kv, draws, drafting, steps)
+        counts, done = verified.counts.tokens, len(verified.step_tokens)
+        self.lengths = self.lengths + torch.tensor(counts, dtype=torch.int32, device=self.device)
+        self.steps += done
+        self.offsets = [offset + count - done for offset, count in zip(self.offsets, counts, strict=True)]
+        self._update()
+        return verified
 
     def _batch(self, tokens: torch.Tensor) -> PackedBatch:
         """The batch that appends a token to each row."""

@@ -160,7 +160,8 @@ class Request:
     @property
     def runs_user_code(self) -> bool:
         """Whether processors are the user's: then only the rank that has them can run them."""
-        processors = () if self.processors is None else self.processors.args[0]
+        # Those of joined requests are of transformers alone.
+        processors = self.processors.args[0] if isinstance(self.processors, partial) else ()
         return any(not type(processor).__module__.startswith("transformers.") for processor in processors)
 
     @property

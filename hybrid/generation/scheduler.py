@@ -3,14 +3,17 @@ place. Rows with an environment leave after each turn, and wait again once its o
 """
 
 import math
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from hybrid.decoders.batch import BLOCK_SIZE
+from hybrid.decoders.drafts import Drafting, VerifiedTokens
 from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.generation.block_pool import BlockPool, blocks_for
 from hybrid.generation.completions import CompletionBuffers, Completions, RowOutcome, Turn
@@ -20,6 +23,7 @@ from hybrid.generation.model_runner import ModelRunner, prefill
 from hybrid.generation.request import Quota, Request
 from hybrid.generation.routing import RoutedRows
 from hybrid.generation.sampler import SamplerOutput, mixed, of_all_rows, sample_tokens, selective_log_softmax
+from hybrid.generation.speculation import Speculation, Speculator
 from hybrid.parallel import InferenceGroup
 from hybrid.profiling import Phase
 
@@ -89,13 +93,14 @@ class OpenQuota:
 
 
 class Checked(NamedTuple):
-    """A running sequence as `finish` finds it.
+    """A running sequence as `check` finds it.
 
-    length: of its row's completion, if the sequence is done.  left: tokens until its limit.  is_done: it has a stop
-    token (has_stopped) or has reached its limit.
+    count: tokens of its row's completion so far.  length: the same, if the sequence is done, up to its end.
+    left: tokens until its limit.  is_done: it has a stop token (has_stopped) or has reached its limit.
     """
 
     row: int
+    count: int
     length: int
     left: int
     is_done: int
@@ -110,6 +115,7 @@ class Scheduler:
         kernels sample, which stop by themselves, and more on devices, which a check waits for.
     environment: of the rows, if the request has limits for one.
     on_end: called with rows that are done for good, and their results so far.
+    speculator: decides where steps verify drafts; None: nowhere.
     """
 
     def __init__(
@@ -122,6 +128,7 @@ class Scheduler:
         num_scheduler_steps: int | None = None,
         environment: EnvironmentLoop | None = None,
         on_end: Callable[[list[int], Completions], None] | None = None,
+        speculator: Speculator | None = None,
     ):
         if not decoder.samples_with_penalties:
             request = request.with_processors()
@@ -137,6 +144,8 @@ class Scheduler:
         device = decoder.device
         self.runner = ModelRunner(decoder, block_pool, request.longest)
         self.buffers = CompletionBuffers(request, device, slack=self.num_scheduler_steps)
+        self.running: list[tuple[int, int]] = []  # as of the last check: row and tokens of each running sequence
+        self.speculation = None if speculator is None or request.runs_user_code else self.speculation_by(speculator)
         # By running sequence: its row of the request, the position of its next new token, and its latest token.
         self.rows, self.positions, self.latest_tokens = torch.zeros(3, 0, dtype=torch.int64, device=device)
         self.checksum = torch.zeros((), dtype=torch.int64, device=device)  # of all tokens, if ranks draw the same
@@ -170,6 +179,8 @@ class Scheduler:
                         self.admit()
                 if len(self.runner):
                     self.decode()
+        if self.speculation is not None:
+            self.speculation.remember(self.buffers.whole())
         return self.completions()
 
     def completions(self) -> Completions:
@@ -223,7 +234,7 @@ class Scheduler:
         self.rows, self.positions, self.latest_tokens = (torch.cat(pair) for pair in zip(own, more, strict=True))
         self.sample(torch.cat([group.logits.expand(len(rows), -1) for group, rows in admitted]), len(rows))
         self.waiting = [group for group in self.waiting if group.waiting]
-        self.finish(1)
+        self.finish(self.check(1), 1)
 
     def schedule(self) -> list[tuple[SequenceGroup, list[int]]]:
         """Remove from the waiting rows, in their order, those that fit now, and return them by group."""
@@ -284,7 +295,21 @@ class Scheduler:
     # -------------------------------------------------------------- decoding
 
     def decode(self) -> None:
-        """Decode up to `num_scheduler_steps` tokens for every sequence, then remove those that have ended."""
+        """Decode by single steps or by steps that verify drafts, then remove the sequences that have ended."""
+        drafting = None if self.speculation is None else self.plan_drafts()
+        start = time.perf_counter()
+        verified = None if drafting is None else self.verify(drafting)
+        steps = self.single_steps() if verified is None else len(verified.step_tokens)
+        if self.decoder.group is not None and self.runner.steps % CHECKED_STEPS < steps:
+            self.require_same_tokens(self.decoder.group)
+        unchecked = steps if verified is None else 1  # verification ends with the step that draws a stop token
+        sequences = self.check(unchecked)
+        if self.speculation is not None:
+            self.speculation.observe([each.row for each in sequences], steps, verified, time.perf_counter() - start)
+        self.finish(sequences, unchecked)
+
+    def single_steps(self) -> int:
+        """Decode up to `num_scheduler_steps` tokens for every sequence; gives how many."""
         steps = min(self.num_scheduler_steps, self.steps_left)
         self.runner.allocate_slots(steps, self.max_blocks)
         if self.samples_in_kernel:
@@ -294,9 +319,7 @@ class Scheduler:
         else:
             for _ in range(steps):
                 self.sample(self.runner.step(self.latest_tokens), len(self.runner))
-        if self.decoder.group is not None and self.runner.steps % CHECKED_STEPS < steps:
-            self.require_same_tokens(self.decoder.group)
-        self.finish(steps)
+        return steps
 
     def draws(self, count: int) -> TokenDraws:
         """How the next tokens of the last `count` running sequences are sampled."""
@@ -310,6 +333,8 @@ class Scheduler:
             metadata=request.sampling_metadata,
             token_ids=None if not self.penalizes else self.buffers.token_ids(rows, positions),
             vocabulary=self.decoder.vocabulary,
+            in_kernels=self.continues_past_ends,
+            process=None if request.processors is None else self.sample_drafts,
         )
 
     @property
@@ -345,11 +370,15 @@ class Scheduler:
         steps, count = tokens.shape
         rows, next_positions = self.rows[-count:], self.positions[-count:]
         positions = next_positions + torch.arange(steps, device=rows.device)[:, None]  # [steps, n]
-        self.buffers.record(rows, positions, tokens, logps)
+        self.write(rows, positions, tokens, logps)
         self.latest_tokens[-count:] = tokens[-1]
+        next_positions += steps
+
+    def write(self, rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, logps: torch.Tensor) -> None:
+        """Write new tokens to the buffers, and count them in where ranks compare their tokens. As `record` there."""
+        self.buffers.record(rows, positions, tokens, logps)
         if self.decoder.group is not None:
             self.checksum.mul_(31).add_(((rows + 1) * (positions + 1 + tokens)).sum())
-        next_positions += steps
 
     def sample_processed(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> SamplerOutput:
         """Tokens of `rows` int64 [n], drawn from their logits [n, vocab] after processors.
@@ -378,9 +407,9 @@ class Scheduler:
             scores[here] = self.request.processors(ids, logits[here], rows[here])
         return scores
 
-    def finish(self, steps: int) -> None:
-        """Check the last `steps` tokens of every sequence, and remove sequences that have ended. The one place where
-        the host waits for the device."""
+    def check(self, steps: int) -> list[Checked]:
+        """Check the last `steps` tokens of every sequence. The one place where the host waits for the device, but for
+        verification."""
         remaining = self.limits[self.rows] - self.positions
         back = torch.arange(-steps, 0, device=self.positions.device)
         at = (self.positions[:, None] + back).clamp(min=0)  # [sequences, steps]
@@ -390,8 +419,13 @@ class Scheduler:
         has_stopped = is_end.any(dim=1)
         lengths = torch.where(has_stopped, first_end + 1, self.positions + remaining.clamp(max=0))
         is_done = has_stopped | (remaining <= 0)
-        checked = torch.stack([self.rows, lengths, remaining, is_done.long(), has_stopped.long()])
-        sequences = [Checked(*numbers) for numbers in checked.T.tolist()]
+        numbers = self.rows, self.positions, lengths, remaining, is_done.long(), has_stopped.long()
+        sequences = [Checked(*of_sequence) for of_sequence in torch.stack(numbers).T.tolist()]
+        self.running = [(sequence.row, sequence.count) for sequence in sequences]
+        return sequences
+
+    def finish(self, sequences: list[Checked], steps: int) -> None:
+        """Remove sequences that have ended.  sequences: as checked.  steps: since the check before."""
         stay = [index for index, sequence in enumerate(sequences) if not sequence.is_done]
         ended = [sequence for sequence in sequences if sequence.is_done]
         self.steps_left = (max if self.continues_past_ends else min)(
@@ -424,7 +458,9 @@ class Scheduler:
         self.rows, self.positions, self.latest_tokens = (
             by_sequence[staying] for by_sequence in (self.rows, self.positions, self.latest_tokens)
         )
-        self.max_blocks = [self.max_blocks[index] for index in stay]
+        self.max_blocks, self.running = (
+            [by_sequence[index] for index in stay] for by_sequence in (self.max_blocks, self.running)
+        )
 
     def stop_unneeded(self) -> None:
         """Stop the rows of quotas that are reached: they stay unfinished, with the tokens that they have."""
@@ -444,6 +480,55 @@ class Scheduler:
             leave = sorted(set(range(len(self.rows))) - set(stay))
             self.remove(stay, self.positions[leave].tolist(), steps=1)
 
+    # ----------------------------------------------------------- speculation
+
+    def speculation_by(self, speculator: Speculator) -> Speculation:
+        """The drafts of this request."""
+        request, group = self.request, self.decoder.group
+        prompts, vocabulary = request.prompt_ids.cpu(), self.decoder.vocabulary
+        return Speculation(
+            speculator,
+            [ids[len(ids) - length :] for ids, length in zip(prompts, request.prompt_lengths, strict=True)],
+            request.limits_of_rows().tolist(),
+            request.stop_token_ids,
+            self.decoder.spec.vocab_size if vocabulary is None else vocabulary.size,
+            self.buffers.tokens_of,
+            agree=None if group is None else partial(agreed_seconds, group, self.decoder.device),
+        )
+
+    def plan_drafts(self) -> Drafting | None:
+        """The drafts of the next steps; None: single steps are faster, or other rows would end first of a quota's."""
+        if self.quotas:
+            return None
+        rows, counts = zip(*self.running, strict=True)
+        return self.speculation.plan(rows, counts)
+
+    def verify(self, drafting: Drafting) -> VerifiedTokens:
+        """Decode by steps that verify drafts. Draws that need the tokens before them know those of one step."""
+        draws = self.draws(len(self.runner))
+        steps = 1 if draws.needs_tokens else self.num_scheduler_steps
+        verified = self.runner.verified_steps(self.latest_tokens, draws, drafting, steps, self.max_blocks)
+        counts = torch.tensor(verified.counts.tokens, device=self.rows.device)
+        steps = torch.arange(len(verified.tokens), device=counts.device)[:, None]
+        step, column = (steps < counts).nonzero(as_tuple=True)
+        positions, tokens = self.positions[column] + step, verified.tokens[step, column]
+        self.write(self.rows[column], positions, tokens, verified.logps[:, step, column])
+        self.latest_tokens = verified.tokens.gather(0, counts[None] - 1)[0]
+        self.positions = self.positions + counts
+        return verified
+
+    def sample_drafts(
+        self, logits: torch.Tensor, sequences: torch.Tensor, offsets: torch.Tensor, ids: torch.Tensor
+    ) -> SamplerOutput:
+        """`Draws.drawn_at` after processors, for which drafted tokens are in the buffers."""
+        rows, positions = self.rows[sequences], self.positions[sequences] + offsets
+        drafted = offsets > 0
+        at = rows[drafted], self.buffers.prompt_len + positions[drafted] - 1
+        self.buffers.ids[at] = ids[drafted]
+        drawn = self.sample_processed(logits, rows, positions)
+        self.buffers.ids[at] = self.request.pad_token_id
+        return drawn
+
     # ----------------------------------------------------------------- turns
 
     def end_turn(self, sequence: Checked) -> None:
@@ -462,6 +547,8 @@ class Scheduler:
     def end_row(self, row: int, reason: str) -> None:
         """A row is done."""
         self.outcomes[row].reason = reason
+        if self.speculation is not None:
+            self.speculation.end(row, int(self.buffers.lengths[row]))
         for quota in self.quotas:
             quota.end(row)
         self.ended.append(row)
@@ -518,6 +605,8 @@ class Scheduler:
         outcome.forks.append(replace(self.buffers.fork(row, length, outcome.turns), router_indices=routed))
         outcome.turns, outcome.prompt_ids = [], torch.tensor(prompt_ids, dtype=torch.int64)
         self.buffers.restart(row, prompt_ids)
+        if self.speculation is not None:
+            self.speculation.restart(row, outcome.prompt_ids)
         self.buffers.lengths[row] = 0
         limit = min(self.row_limits[row], request.longest - len(prompt_ids))
         if limit < 1:
@@ -526,3 +615,8 @@ class Scheduler:
         self.row_limits[row], self.limits[row] = limit, limit
         self.sampling_keys = self.sampling_keys.index_put((torch.tensor(row),), mixed(self.sampling_keys[row] + 1))
         self.wait([row], [0])
+
+
+def agreed_seconds(group: InferenceGroup, device: torch.device, seconds: list[float]) -> list[float]:
+    """The most of the seconds that each rank has measured. A collective of the group."""
+    return group.gather(torch.tensor(seconds, dtype=torch.float64, device=device)).amax(dim=0).tolist()

@@ -8,13 +8,14 @@ the drafts would have been, compared with the tokens that were drawn.
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
-from hybrid.config import RolloutConfig, SpeculationConfig
+from hybrid.config import SpeculationConfig
 from hybrid.decoders.drafts import (
     MOST_MATCH,
     SEPARATOR,
@@ -86,47 +87,52 @@ def key_of(prompt: torch.Tensor) -> bytes:
     return prompt.to("cpu", torch.int32).numpy().tobytes()
 
 
-@dataclass
-class SpeculationCounters:
+class SpeculationCounters(NamedTuple):
     """What speculation did.
 
-    drafted, accepted: tokens.  steps: verification steps.  saved_steps: plain steps that the same tokens would have
-        taken in addition: the tokens that a row accepted, on average over the rows of a call.
+    drafted, accepted: tokens.  saved_steps: plain steps that the same tokens would have taken in addition: the tokens
+        that a row accepted, on average over the rows of a call.
     """
 
     drafted: int = 0
     accepted: int = 0
-    steps: int = 0
     saved_steps: float = 0.0
 
-    def add(self, verified: VerifiedTokens) -> None:
-        """Count a call."""
-        accepted = sum(verified.counts.accepted)
-        self.drafted += sum(verified.counts.drafted)
-        self.accepted += accepted
-        self.steps += len(verified.step_tokens)
-        self.saved_steps += accepted / len(verified.counts.tokens)
+    def plus(self, counts: DraftCounts) -> "SpeculationCounters":
+        """These, and those of a call."""
+        accepted = sum(counts.accepted)
+        saved_steps = self.saved_steps + accepted / len(counts.tokens)
+        return SpeculationCounters(self.drafted + sum(counts.drafted), self.accepted + accepted, saved_steps)
 
 
 class Speculator:
-    """What an engine keeps for its requests' speculation: measurements, and earlier completions.
+    """What an engine keeps for its requests' speculation: measurements, and earlier completions."""
 
-    agree: as StepCosts'.
-    """
+    def __init__(self, settings: SpeculationConfig):
+        self.settings, self.counters = settings, SpeculationCounters()
+        self.forget()
 
-    def __init__(self, settings: SpeculationConfig, agree: Callable[[list[float]], list[float]] | None = None):
-        self.settings, self.costs = settings, StepCosts(agree)
-        self.history = RolloutHistory(settings.history_bytes) if settings.history_bytes else None
-        self.of_all = Acceptance()
+    def forget(self) -> None:
+        """Begin again without measurements and completions."""
+        self.costs, self.of_all = StepCosts(), Acceptance()
+        self.history = RolloutHistory(self.settings.history_bytes) if self.settings.history_bytes else None
         self.replay_seconds = 3e-4  # of a replay, estimated
-        self.counters = SpeculationCounters()
+
+    def state(self) -> Hashable:
+        """Equal on ranks that plan alike."""
+        held = (0, 0) if self.history is None else (len(self.history), self.history.nbytes)
+        of_all = self.of_all
+        return *held, self.costs.steps, of_all.accepted, of_all.rejected, of_all.drafts, of_all.steps
+
+    def taken_counters(self) -> SpeculationCounters:
+        """The counters since the last call."""
+        taken, self.counters = self.counters, SpeculationCounters()
+        return taken
 
 
-def speculator_of(
-    rollout: RolloutConfig, agree: Callable[[list[float]], list[float]] | None = None
-) -> Speculator | None:
+def speculator_of(settings: SpeculationConfig | None) -> Speculator | None:
     """An engine's speculator by its settings; None without speculation."""
-    return None if rollout.speculation is None else Speculator(rollout.speculation, agree)
+    return None if settings is None else Speculator(settings)
 
 
 @dataclass
@@ -166,11 +172,13 @@ class Speculation:
     prompts: of each row, int64 [n].  limits: of each row, the most new tokens.  stop_token_ids: int64 [n].
     vocabulary: tokens that may be drafted are below it.
     read: gives tokens [first, last) of a row's completion, integers, on any device.
-    most_tokens: of a verification step's forward, which memory is planned for.
+    most_tokens: of a verification step's forward, which memory is planned for: it has logits of all of them, as
+        scoring has.
+    agree: as StepCosts'.
 
-    Call `plan` before each call of the decoder, then `observe_plain` or `observe_verified`; `end` for rows that have
-    ended; `remember` at the end. On ranks that decode one batch everything but measured times is equal, and `agree`
-    makes these equal, so that they plan alike. Where nothing can be gained next to nothing is computed.
+    Call `plan` before each call of the decoder, then `observe`; `end` for rows that have ended; `restart` for rows with
+    another prompt; `remember` at the end. On ranks that decode one batch everything but measured times is equal, and
+    `agree` makes these equal, so that they plan alike. Where nothing can be gained next to nothing is computed.
     """
 
     def __init__(
@@ -182,8 +190,10 @@ class Speculation:
         vocabulary: int,
         read: Callable[[int, int, int], torch.Tensor],
         most_tokens: int = 256,
+        agree: Callable[[list[float]], list[float]] | None = None,
     ):
         self.speculator, self.settings, self.costs = speculator, speculator.settings, speculator.costs
+        self.costs.agree = agree
         self.limits, self.read, self.most_tokens = limits, read, most_tokens
         self.stop_token_ids, self.vocabulary = stop_token_ids.cpu(), vocabulary
         self.given_prompts = prompts
@@ -205,8 +215,8 @@ class Speculation:
 
     @cached_property
     def keys(self) -> list[bytes]:
-        """The prompts' keys in the history."""
-        return [key_of(prompt) for prompt in self.prompts]
+        """The keys in the history of the prompts that the rows began with."""
+        return [key_of(prompt) for prompt in self.given_prompts]
 
     # -------------------------------------------------------------- planning
 
@@ -304,17 +314,22 @@ class Speculation:
 
     # ------------------------------------------------------------- observing
 
-    def observe_plain(self, rows: int, steps: int, seconds: float) -> None:
-        """Plain steps of so many rows took `seconds` together."""
-        (each,) = self.costs.observe([rows], [seconds / steps], steps)
-        self.decoded_seconds += each * steps
+    def observe(self, rows: Sequence[int], steps: int, verified: VerifiedTokens | None, seconds: float) -> None:
+        """A call of the decoder over these rows took `seconds`: so many plain steps, or `verify_steps` with the drafts
+        of `plan`."""
+        if verified is None:
+            (each,) = self.costs.observe([len(rows)], [seconds / steps], steps)
+            self.decoded_seconds += each * steps
+        else:
+            self._observe_verified(rows, verified, seconds)
 
-    def observe_verified(self, rows: Sequence[int], verified: VerifiedTokens) -> None:
-        """A call of `verify_steps` with the drafts of `plan`. If it was slower than plain steps, these follow."""
+    def _observe_verified(self, rows: Sequence[int], verified: VerifiedTokens, seconds: float) -> None:
+        """If it was slower than plain steps, these follow. What the call takes besides its steps is part of them."""
         counts, steps = verified.counts, len(verified.step_tokens)
-        seconds = sum(self.costs.observe(verified.step_tokens, verified.step_seconds))
+        more = (seconds - sum(verified.step_seconds)) / steps
+        seconds = sum(self.costs.observe(verified.step_tokens, [each + more for each in verified.step_seconds]))
         plain_seconds = self.costs.seconds(len(rows)) * sum(counts.tokens) / len(rows)
-        self.speculator.counters.add(verified)
+        self.speculator.counters = self.speculator.counters.plus(counts)
         self._add(rows, counts, [steps] * len(rows))
         for row in rows:
             self.counted[row] = self.own[row].length - len(self.prompts[row])
@@ -340,9 +355,19 @@ class Speculation:
             group.running.remove(row)
             del self.own[row]
 
-    def remember(self, lengths: Sequence[int]) -> None:
-        """Add all completions to the history.  lengths: tokens of each row's."""
+    def restart(self, row: int, prompt: torch.Tensor) -> None:
+        """A row goes on from another prompt, int64 [n], without a completion, no longer than its limit was. It drafts
+        from the texts of its former prompt."""
+        if row in self.own:
+            self.groups[self.keys[row]].running.remove(row)
+            del self.own[row]
+        self.counted.pop(row, None)
+        self.prompts[row] = prompt.to("cpu", torch.int32)
+
+    def remember(self, completions: Sequence[torch.Tensor]) -> None:
+        """Add the rows' completions to the history, integers [n] each."""
         if self.speculator.history is None:
             return
-        for row, (prompt, length) in enumerate(zip(self.prompts, lengths, strict=True)):
-            self.speculator.history.add(prompt, self.read(row, 0, length))
+        for prompt, completion in zip(self.prompts, completions, strict=True):
+            if len(completion):
+                self.speculator.history.add(prompt, completion)

@@ -25,6 +25,7 @@ from hybrid.generation.request import Begun, GenerateInputs, Request
 from hybrid.generation.routing import rows_of_calls
 from hybrid.generation.scheduler import Scheduler
 from hybrid.generation.scoring import Scores, score_natively, score_packed
+from hybrid.generation.speculation import Speculator
 from hybrid.profiling import ModelTimes, Profiler
 
 
@@ -32,13 +33,14 @@ class Shared(NamedTuple):
     """What the ranks of a group tell each other before work.
 
     limit_bytes: the most of the KV cache; None: unlimited.  free_bytes: of memory.  num_reusable: blocks of earlier
-    calls that hold known tokens.  refresh_s: seconds of refreshing weights.
+    calls that hold known tokens.  refresh_s: seconds of refreshing weights.  speculation: what drafts are planned by.
     """
 
     limit_bytes: int | None
     free_bytes: float
     num_reusable: int
     refresh_s: float
+    speculation: Hashable
 
 
 @dataclass
@@ -47,6 +49,7 @@ class Resources:
 
     model, kv_cache: of the model's own forwards.  expands: as in NativeForward, where all ranks have the same rows.
     max_num_seqs: per rank of a group.  times: of its forwards, if they are timed.
+    speculator: of drafts; None: none are drafted.
     """
 
     model: nn.Module
@@ -56,6 +59,7 @@ class Resources:
     profiler: Profiler
     max_num_seqs: int
     times: ModelTimes | None = None
+    speculator: Speculator | None = None
 
     @contextmanager
     def opened(self, decoder: AnyDecoder) -> Iterator[AnyDecoder]:
@@ -71,7 +75,8 @@ class Resources:
         """What this rank tells its group before work by the decoder."""
         pool = self.block_pool
         num_reusable = pool.num_reusable(decoder.kv_weights)
-        return Shared(pool.limit_bytes, pool.free_bytes(), num_reusable, self.profiler.refresh_s())
+        speculation = None if self.speculator is None else self.speculator.state()
+        return Shared(pool.limit_bytes, pool.free_bytes(), num_reusable, self.profiler.refresh_s(), speculation)
 
     def agree(self, shared: Sequence[Shared]) -> None:
         """Take the least limit of the group's ranks, so that every rank's scheduler admits the same rows and finds the
@@ -81,6 +86,8 @@ class Resources:
         pool.affordable_bytes = min(rank.free_bytes for rank in shared)
         if len({rank.num_reusable for rank in shared}) > 1:
             pool.forget_all()
+        if len({rank.speculation for rank in shared}) > 1:  # a request has failed on some of them
+            self.speculator.forget()
         self.profiler.group_refreshed([rank.refresh_s for rank in shared])
 
 
@@ -114,9 +121,13 @@ class CompletionWork(Work):
             most = ranks * resources.max_num_seqs
             with self._environment_loop(decoder) as loop:
                 more = {"environment": loop, "on_end": None if self.on_end is None else self._tell_own_rows}
-                return Scheduler(
+                more["speculator"] = resources.speculator
+                done = Scheduler(
                     self.request, decoder, resources.block_pool, most, resources.profiler.phase, **more
                 ).run()
+        if resources.speculator is not None:
+            resources.profiler.speculated(*resources.speculator.taken_counters())
+        return done
 
     def _environment_loop(self, decoder: AnyDecoder) -> AbstractContextManager[EnvironmentLoop | None]:
         limits = self.request.environment_limits

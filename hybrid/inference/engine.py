@@ -27,6 +27,7 @@ from hybrid.generation.generate import TooManyTokensError, prompts_of
 from hybrid.generation.generator import Generator
 from hybrid.generation.hf_cache import KVCache
 from hybrid.generation.sampler import Seeds, wrapped
+from hybrid.generation.speculation import speculator_of
 from hybrid.inference.build import LoadedModel, ModelLoader
 from hybrid.inference.loader import materialize, restored_on_error
 from hybrid.inference.validation import inference_group, join_ranks, validated
@@ -146,6 +147,7 @@ class InferenceEngine(nn.Module):
             key_range=self._group.tensor.number,
             seed_group=self._group if self._group.size > 1 and group is None else None,
             times=self._times,
+            speculator=speculator_of(self._config.speculation),
         )
         self._generator.attach(loaded.info, self._calls, expands=self._exchange is None)
         self._containers = containers_of(parts_of(loaded.info), self._calls)

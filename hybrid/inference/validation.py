@@ -90,6 +90,12 @@ def rows(info: ModelInfo, config: InferenceConfig) -> Iterator[Refusal]:
     triton, injects = config.use_triton, config.replace_with_kernel_inject
     needs = "it needs a CUDA device and replace_with_kernel_inject=true"
     yield unsupported(triton and not (has_cuda and injects), "use_triton", True, needs)
+    if config.speculation is not None:
+        remedy = "leave it out"
+        needed = f"it needs replace_with_kernel_inject=true; {remedy}"
+        yield Refusal(not injects, "speculation", None, needed)
+        none = f"only fused decoders verify drafts, and {kind} has none ({info.reasons.get('layout')}); {remedy}"
+        yield Refusal(info.layout is None, "speculation", None, none)
     if policy is not None:
         other = "replace_with_kernel_inject=true or moe.ep_size is given too; give one of them"
         yield Refusal(injects or expert_parallel_size(config.moe) > 1, "injection_policy", None, other)
