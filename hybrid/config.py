@@ -140,8 +140,9 @@ class RolloutConfig(Block):
         extra `flashinfer`), in prefill, and in decode steps that are not CUDA graphs; "auto", FlashInfer where it is
         installed and has what the model needs, else ours. "flashinfer" raises ValueError where "auto" takes ours. The
         default is "triton" because the two have not been compared on a device.
-    speculation: a block; draft tokens and verify them, where that is measured to be faster. Absent: one token of a row
-        in a step.
+    speculation: a block with `ngram`, `history` and `max_draft`: steps draft several tokens of a row and verify them,
+        where that is measured to be faster; the same tokens and logprobs as without. None: one token of a row in a
+        step.
     return_router_indices: rollouts of a mixture of experts give the experts of each token,
         `RolloutBatch.router_indices`, for `replay_routing` in training (vLLM's `enable_return_routed_experts`). Two
         bytes for each token, layer and chosen expert, in the KV cache and, in host memory, in the batch: 768 per token

@@ -123,7 +123,7 @@ def test_the_inference_settings_table_is_up_to_date():
 )
 def test_inference_keys_have_deepspeeds_defaults_and_descriptions(config, deepspeed_config):
     """Each key also has a description."""
-    our_keys = {"strict"} if config is InferenceConfig else set()
+    our_keys = {"strict", "speculation"} if config is InferenceConfig else set()
     forwarded = FORWARDED.keys() if config is InferenceConfig else set()
     assert config.model_fields.keys() - our_keys == deepspeed_config.model_fields.keys() - forwarded
     assert key_texts(config).keys() == config.model_fields.keys()

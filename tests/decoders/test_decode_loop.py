@@ -15,6 +15,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
 
+from hybrid.config import SpeculationConfig
 from hybrid.decoders.cuda_decoder import CudaDecoder
 from hybrid.decoders.decode_state import DecodeState
 from hybrid.generation.block_pool import BlockPool
@@ -23,10 +24,12 @@ from hybrid.generation.draws import TokenDraws
 from hybrid.generation.request import Request
 from hybrid.generation.sampler import SamplingMetadata, stream_keys
 from hybrid.generation.scheduler import Scheduler
+from hybrid.generation.speculation import Speculator
 from hybrid.models.reader import read_decoder
 from tests.decoders.test_cuda_decoder import DEVICE, Decoding, cuda_decoder, sequences, small
 from tests.decoders.test_torch_decoder import VARIANTS, own_weights
 from tests.device_ops import DeviceOps, RecordedCapture
+from tests.engine.test_speculation import forced
 from tests.generation.test_scheduler import request_of
 from tests.marks import slow_but
 from tests.tiny_models import VOCABULARY
@@ -75,11 +78,13 @@ def request(sampling: str, rows: int = 4) -> Request:
 
 
 @torch.no_grad()
-def completions_of(request: Request, decoder: CudaDecoder, max_num_seqs: int, steps: int, pool=None) -> Completions:
+def completions_of(
+    request: Request, decoder: CudaDecoder, max_num_seqs: int, steps: int, pool=None, speculator=None
+) -> Completions:
     pool = BlockPool(32) if pool is None else pool
     pool.begin_call(decoder.kv)
     phase = lambda name: contextlib.nullcontext()  # noqa: E731
-    return Scheduler(request, decoder, pool, max_num_seqs, phase, steps).run()
+    return Scheduler(request, decoder, pool, max_num_seqs, phase, steps, speculator=speculator).run()
 
 
 def require_equal(actual: Completions, expected: Completions) -> None:
@@ -106,6 +111,17 @@ def test_the_loop_gives_what_single_steps_give(sampling, max_num_seqs, monkeypat
         captured = graphed.graphs.capture.captured
     assert captured == len(graphed.graphs), "the second call captured again"
     assert graphed.graphs.capture.replays > 2 * captured
+
+
+@pytest.mark.parametrize("sampling", slow_but(["penalized"], SETTINGS))
+def test_verified_drafts_give_what_single_steps_give(sampling, monkeypatch):
+    """In graphs, with waiting rows, ends and limits inside drafts; penalties count the tokens of a draft."""
+    plain, speculating = (decoder_of(one_layer(), 8, monkeypatch) for _ in range(2))
+    expected, speculator = completions_of(request(sampling), plain, 3, 4), Speculator(SpeculationConfig(max_draft=3))
+    for _ in range(2):  # then the history has the whole text
+        with forced():
+            require_equal(completions_of(request(sampling), speculating, 3, 4, speculator=speculator), expected)
+    assert speculator.counters.accepted > 3
 
 
 def test_graphs_stop_at_the_stop_tokens_of_the_latest_request(monkeypatch):

@@ -1,0 +1,158 @@
+"""What speculation changes, against the same rollouts without it, in turns: the tail of a batch, and the whole.
+
+    python -m benchmarks.speculation --shape 7M
+    python -m benchmarks.speculation --model runs/stories_full/actor --prompt_texts "Once upon a time" "One day"
+
+64 rows have natural lengths, of a few tokens to the limit; the tail is the time from the end of the 60th row to that of
+the last one.
+
+greedy: greedy text of new prompts, which repeats itself: drafts come from the rows' own texts.
+same: four samples of each of 16 prompts that come back in every iteration, with other seeds: drafts come from the
+    rows' own texts, the other samples and earlier rollouts.
+random: sampled text of new prompts. Drafts cannot help, if the weights are random.
+full: the same, and all 64 rows run to the limit.
+
+Prints medians, the least and the most, and ratios; the tokens of both ways are compared.
+"""
+
+import argparse
+import contextlib
+import io
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hybrid
+from benchmarks.modes import start_ranks
+from benchmarks.overhead import SHAPES, llama, print_on_rank_0
+
+CASES = ("greedy", "same", "random", "full")
+TAIL = 4  # rows
+
+
+@dataclass
+class Way:
+    """An engine with or without speculation, and the seconds that its rollouts and their tails took."""
+
+    engine: hybrid.HybridEngine
+    whole: list[float] = field(default_factory=list)
+    tail: list[float] = field(default_factory=list)
+
+    def rollout(self, ids: torch.Tensor, sampling: hybrid.SamplingParams, limits: torch.Tensor) -> hybrid.RolloutBatch:
+        """A rollout of prompts, int64 [rows, tokens], timed."""
+        ends: list[float] = []
+
+        def on_rows(rows: hybrid.RolloutBatch) -> None:
+            ends.extend([time.perf_counter()] * len(rows.completion_ids))
+
+        start = time.perf_counter()
+        batch = self.engine.rollout(ids, torch.ones_like(ids), sampling, max_new_tokens=limits, on_rows=on_rows)
+        self.whole.append(time.perf_counter() - start)
+        self.tail.append(ends[-1] - ends[-TAIL - 1])
+        return batch
+
+
+def engine_of(arguments: argparse.Namespace, speculation: dict | None) -> hybrid.HybridEngine:
+    """An engine over the model that the command line names, with random weights for a shape."""
+    torch.manual_seed(0)
+    model = (
+        AutoModelForCausalLM.from_pretrained(arguments.model) if arguments.model else llama(*SHAPES[arguments.shape])
+    )
+    model.generation_config.eos_token_id = None  # rows end by their limits
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "zero_optimization": {"stage": 3},
+        "hybrid_engine": {"enabled": True, "max_out_tokens": 4096},
+        "rollout": {"speculation": speculation},
+    }
+    with contextlib.redirect_stdout(io.StringIO()):
+        return hybrid.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def prompts_of(arguments: argparse.Namespace, vocabulary: int, rows: int) -> Iterator[torch.Tensor]:
+    """Other prompts each time, int64 [rows, tokens]: random tokens, after one of the texts that were given."""
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.zeros(0, dtype=torch.int64)]
+    if arguments.prompt_texts:
+        tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+        ids = [tokenizer(text, return_tensors="pt").input_ids[0] for text in arguments.prompt_texts]
+        texts = [own[: min(map(len, ids))] for own in ids]
+    while True:
+        random = torch.randint(10, vocabulary, (rows, arguments.prompt), generator=generator)
+        yield torch.stack([torch.cat([texts[row % len(texts)], own]) for row, own in enumerate(random)])
+
+
+def natural_lengths(rows: int, most: int) -> torch.Tensor:
+    """Lognormal lengths around a fifth of the most, int64 [rows]; the tail's are up to four times as long as others."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.empty(rows).log_normal_(mean=torch.tensor(most / 5).log().item(), std=0.5, generator=generator)
+    lengths = lengths.long().clamp(1, most // 2)
+    lengths[:TAIL] = most - torch.arange(TAIL) * (most // 16)
+    return lengths
+
+
+def report(name: str, without: list[float], speculating: list[float]) -> None:
+    """Print both ways' medians and ranges, and how many times faster the second one is."""
+    for way, seconds in (("without", without), ("speculating", speculating)):
+        text = f"{statistics.median(seconds):7.3f} s  ({min(seconds):.3f}-{max(seconds):.3f})"
+        print_on_rank_0(f"  {name:6} {way:12} {text}")
+    pairs = sorted(first / second for first, second in zip(without, speculating, strict=True))
+    ratio = statistics.median(without) / statistics.median(speculating)
+    print_on_rank_0(f"  {name:6} ratio {ratio:.2f}, of pairs {pairs[0]:.2f}-{pairs[-1]:.2f}")
+
+
+def measure(case: str, arguments: argparse.Namespace) -> None:
+    """Both ways in turns over the same prompts and seeds."""
+    ways = [Way(engine_of(arguments, settings)) for settings in (None, {"max_draft": arguments.max_draft})]
+    rows, most = arguments.rows, arguments.new
+    vocabulary = ways[0].engine.module.config.vocab_size
+    sampling = {"temperature": 0.0} if case == "greedy" else {"temperature": arguments.temperature}
+    limits = torch.full((rows,), most) if case == "full" else natural_lengths(rows, most)
+    prompts = prompts_of(arguments, vocabulary, rows)
+    same = next(prompts)[: rows // 4].repeat_interleave(4, dim=0)[torch.randperm(rows)]
+    for seed in range(arguments.warm_up + arguments.repetitions):
+        ids, params = (
+            same if case == "same" else next(prompts),
+            hybrid.SamplingParams(max_new_tokens=most, seed=seed, **sampling),
+        )
+        turn = ways if seed % 2 else ways[::-1]
+        batches = [way.rollout(ids, params, limits) for way in turn]
+        assert torch.equal(batches[0].completion_ids, batches[1].completion_ids)
+    stats = ways[1].engine.stats()
+    print_on_rank_0(
+        f"{case}: {arguments.model or arguments.shape}, {rows} rows of up to {most} tokens; drafted "
+        f"{stats['drafted_tokens']}, accepted {stats['accepted_tokens']}, saved {stats['saved_steps']:.0f} steps"
+    )
+    for name in ("tail", "whole")[case == "full" :]:
+        report(name, *(getattr(way, name)[arguments.warm_up :] for way in ways))
+    for way in ways:
+        way.engine.destroy()
+
+
+def main() -> None:
+    """Measure what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--shape", choices=SHAPES, default="7M")
+    parser.add_argument("--model", help="directory of a model, instead of random weights of a shape")
+    parser.add_argument("--prompt_texts", nargs="*", help="texts before the random tokens of prompts")
+    parser.add_argument("--prompt", type=int, default=16, help="random tokens of a prompt")
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--new", type=int, default=384, help="the most tokens of a completion")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--max_draft", type=int, default=8)
+    parser.add_argument("--warm_up", type=int, default=2, help="rollouts of each way before those that are timed")
+    parser.add_argument("--repetitions", type=int, default=5)
+    arguments = parser.parse_args()
+    start_ranks()
+    for case in arguments.cases:
+        measure(case, arguments)
+
+
+if __name__ == "__main__":
+    main()
