@@ -1,7 +1,8 @@
 """What speculation changes, against the same rollouts without it, in turns: the tail of a batch, and the whole.
 
-    python -m benchmarks.speculation --shape 7M
-    python -m benchmarks.speculation --model runs/stories_full/actor --prompt_texts "Once upon a time" "One day"
+    torchrun --nproc_per_node=1 -m benchmarks.speculation --shape 7M
+    torchrun --nproc_per_node=1 -m benchmarks.speculation --model runs/stories_full/model --prompt 1 \
+        --prompt_texts "Once upon a time" "One day, a"
 
 64 rows have natural lengths, of a few tokens to the limit; the tail is the time from the end of the 60th row to that of
 the last one.

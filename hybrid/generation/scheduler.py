@@ -296,8 +296,9 @@ class Scheduler:
 
     def decode(self) -> None:
         """Decode by single steps or by steps that verify drafts, then remove the sequences that have ended."""
-        drafting = None if self.speculation is None else self.plan_drafts()
         start = time.perf_counter()
+        drafting = None if self.speculation is None else self.plan_drafts()
+        start = time.perf_counter() if drafting is None else start
         verified = None if drafting is None else self.verify(drafting)
         steps = self.single_steps() if verified is None else len(verified.step_tokens)
         if self.decoder.group is not None and self.runner.steps % CHECKED_STEPS < steps:
@@ -506,7 +507,7 @@ class Scheduler:
     def verify(self, drafting: Drafting) -> VerifiedTokens:
         """Decode by steps that verify drafts. Draws that need the tokens before them know those of one step."""
         draws = self.draws(len(self.runner))
-        steps = 1 if draws.needs_tokens else self.num_scheduler_steps
+        steps = 1 if draws.needs_tokens else min(self.num_scheduler_steps, self.speculation.steps)
         verified = self.runner.verified_steps(self.latest_tokens, draws, drafting, steps, self.max_blocks)
         counts = torch.tensor(verified.counts.tokens, device=self.rows.device)
         steps = torch.arange(len(verified.tokens), device=counts.device)[:, None]

@@ -38,6 +38,8 @@ REPLAYED_ROWS = 4
 REPLAYED_TOKENS = 48  # of a row, at most
 LEAST_EVIDENCE = 8  # tokens of drafts, accepted or rejected, before anything is verified
 LEAST_GAIN = 1.15  # of the plain steps' speed that verification is expected to have before it starts
+KEPT_GAIN = 1.05  # the same, before it goes on
+LEAST_STEPS = 2  # of a call that verifies; twice as many after each one that was faster than plain steps
 MOST_PAUSE = 32  # calls with plain steps after verification that was slower than these
 
 
@@ -117,12 +119,13 @@ class Speculator:
         self.costs, self.of_all = StepCosts(), Acceptance()
         self.history = RolloutHistory(self.settings.history_bytes) if self.settings.history_bytes else None
         self.replay_seconds = 3e-4  # of a replay, estimated
+        self.pause = 1  # calls with plain steps after the next loss
 
     def state(self) -> Hashable:
         """Equal on ranks that plan alike."""
         held = (0, 0) if self.history is None else (len(self.history), self.history.nbytes)
         of_all = self.of_all
-        return *held, self.costs.steps, of_all.accepted, of_all.rejected, of_all.drafts, of_all.steps
+        return *held, self.costs.steps, of_all.accepted, of_all.rejected, of_all.drafts, of_all.steps, self.pause
 
     def taken_counters(self) -> SpeculationCounters:
         """The counters since the last call."""
@@ -204,9 +207,9 @@ class Speculation:
         self.counted: dict[int, int] = {}  # by row: tokens of its completion that were replayed or verified
         self.turn = 0  # of the rows that are replayed
         self.decoded_seconds = 0.0  # of plain steps since the latest replay
-        self.pause, self.wait = 1, 0  # calls with plain steps: after the next loss, and from now on
+        self.wait = 0  # calls with plain steps from now on
         self.planned_rows = 0  # rows at the latest plan
-        self.verifies = False
+        self.verifies, self.steps = False, LEAST_STEPS  # of the next call that verifies
 
     @cached_property
     def prompts(self) -> list[torch.Tensor]:
@@ -250,7 +253,7 @@ class Speculation:
         chances = [self.of_rows[row].chance(of_all) for row in rows]
         frequencies = [self.of_rows[row].frequency(of_all) for row in rows]
         plan = best_plan(chances, frequencies, self.costs, self.settings.max_draft, self.most_tokens)
-        return plan.most if plan.gain > (1.0 if self.verifies else LEAST_GAIN) else None
+        return plan.most if plan.gain > (KEPT_GAIN if self.verifies else LEAST_GAIN) else None
 
     def replay(self, rows: Sequence[int], counts: Sequence[int]) -> None:
         """Measure acceptance without a forward: how many of a few rows' latest tokens drafts would have given."""
@@ -315,8 +318,8 @@ class Speculation:
     # ------------------------------------------------------------- observing
 
     def observe(self, rows: Sequence[int], steps: int, verified: VerifiedTokens | None, seconds: float) -> None:
-        """A call of the decoder over these rows took `seconds`: so many plain steps, or `verify_steps` with the drafts
-        of `plan`."""
+        """A call of the decoder over these rows took `seconds`: so many plain steps, or, planning included,
+        `verify_steps` with the drafts of `plan`."""
         if verified is None:
             (each,) = self.costs.observe([len(rows)], [seconds / steps], steps)
             self.decoded_seconds += each * steps
@@ -334,9 +337,10 @@ class Speculation:
         for row in rows:
             self.counted[row] = self.own[row].length - len(self.prompts[row])
         if seconds > plain_seconds:
-            self.wait, self.pause, self.verifies = self.pause, min(2 * self.pause, MOST_PAUSE), False
+            self.wait, self.verifies, self.steps = self.speculator.pause, False, LEAST_STEPS
+            self.speculator.pause = min(2 * self.speculator.pause, MOST_PAUSE)
         else:
-            self.pause = 1
+            self.steps, self.speculator.pause = 2 * self.steps, max(self.speculator.pause // 2, 1)
 
     def _add(self, rows: Sequence[int], counts: DraftCounts, steps: Sequence[int]) -> None:
         for row, *numbers in zip(rows, counts.accepted, counts.rejected, counts.drafts, steps, strict=True):
