@@ -5,16 +5,12 @@ import concurrent.futures
 import contextlib
 import inspect
 import threading
-import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 
 class BackgroundLoop:
-    """Runs coroutines in one daemon thread, which starts with the first one and ends with this object.
-
-    One loop for all calls: clients with a connection belong to the loop that opened it.
-    """
+    """Runs coroutines in one daemon thread, which starts with the first one."""
 
     def __init__(self):
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -25,8 +21,7 @@ class BackgroundLoop:
         with self._starting:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=serve, args=[self._loop], name="hybrid environments", daemon=True).start()
-                weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
+                threading.Thread(target=self._loop.run_forever, name="hybrid environments", daemon=True).start()
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine) -> Any:
@@ -34,10 +29,7 @@ class BackgroundLoop:
         return self.submit(work).result()
 
 
-def serve(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop until it is stopped, and close it."""
-    loop.run_forever()
-    loop.close()
+BACKGROUND = BackgroundLoop()  # the one of this process: clients with a connection belong to the loop that opened it
 
 
 async def call(function: Callable, /, *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hybrid.background_loop import BackgroundLoop
 from hybrid.chat_template import ChatTemplate
 from hybrid.episodes import ConversationKind, Episode, Episodes, EpisodeSettings, environment_tools
 from hybrid.tool_calls import TurnParser, tool_schemas
@@ -65,7 +64,7 @@ class MessageEnvironment:
                 raise ValueError(f"{name}: {limit!r} given; it must be at least {least}, or None for no limit")
         self.tools, self.by_name = list(tools), isinstance(environment_factory, dict)
         limits = max_tool_calling_iterations, max_observation_tokens, tool_timeout_s
-        self.settings = EpisodeSettings(history, *limits, BackgroundLoop(), self.warn_once)
+        self.settings = EpisodeSettings(history, *limits, self.warn_once)
         self.factories = environment_factory if self.by_name else {None: environment_factory or no_environment}
         self.instances = {name: [made(factory)] for name, factory in self.factories.items()}
         self.kinds = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hybrid.background_loop import BackgroundLoop, call
+from hybrid.background_loop import BACKGROUND, call
 from hybrid.chat_template import PROBE, ChatTemplate, Messages, RejectedMessages
 from hybrid.rollout import Observation
 from hybrid.step_environment import Reply, StepEnvironment
@@ -22,7 +22,7 @@ CUT_NOTE = "\n[cut: {shown} of {total} tokens shown]"
 
 @dataclass(frozen=True)
 class EpisodeSettings:
-    """`MessageEnvironment`'s settings of the same names, and what it shares with its rollouts.
+    """`MessageEnvironment`'s settings of the same names, and what it is told.
 
     on_rewritten_history: called when a template rewrites earlier turns and `history` is "append".
     """
@@ -31,7 +31,6 @@ class EpisodeSettings:
     max_tool_calling_iterations: int | None
     max_observation_tokens: int | None
     tool_timeout_s: float | None
-    loop: BackgroundLoop
     on_rewritten_history: Callable[[], None]
 
 
@@ -133,7 +132,7 @@ class Episodes:
 
         Raises what the environment's `reset` raises.
         """
-        return self.settings.loop.run(self._reset(row))
+        return BACKGROUND.run(self._reset(row))
 
     async def step(self, row: int, completion_ids: torch.Tensor | Sequence[int]) -> Observation:
         """Answer a turn: run its tool calls, or the environment's step.
@@ -142,7 +141,7 @@ class Episodes:
         Raises what the environment's `step` or `get_reward` raises.
         """
         ids = completion_ids.tolist() if isinstance(completion_ids, torch.Tensor) else list(completion_ids)
-        return await asyncio.wrap_future(self.settings.loop.submit(self._step(self.rows[row], ids)))
+        return await asyncio.wrap_future(BACKGROUND.submit(self._step(self.rows[row], ids)))
 
     def rewards(self) -> list[float | None]:
         """Each row's reward: by `get_reward()`, also for rows that a limit ended, or the sum of a StepEnvironment's.
@@ -151,7 +150,7 @@ class Episodes:
         """
         for episode in self.rows:
             if episode.messages and not episode.failed:
-                self.settings.loop.run(self._score(episode))
+                BACKGROUND.run(self._score(episode))
         return [None if episode.failed else episode.reward for episode in self.rows]
 
     @property

@@ -20,7 +20,7 @@ LAYERS = [
     ("hybrid.environments",),
     ("hybrid.episodes", "hybrid.step_environment"),
     ("hybrid.tool_calls",),
-    ("hybrid.chat_template", "hybrid.background_loop"),
+    ("hybrid.chat_template",),
     ("hybrid.initialize",),
     ("hybrid.engine",),
     ("hybrid.inference",),
@@ -41,6 +41,7 @@ LAYERS = [
         "hybrid.extension_lock",
         "hybrid.inputs",
         "hybrid.call_lock",
+        "hybrid.background_loop",
     ),
 ]
 

@@ -1,20 +1,18 @@
 """Environments of a rollout: their steps run in threads and coroutines while other rows decode."""
 
-import asyncio
-import inspect
+import concurrent.futures
 import queue
-import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from deepspeed.utils import logger
 
+from hybrid.background_loop import BACKGROUND, call
 from hybrid.parallel import InferenceGroup, all_gather_objects
 from hybrid.rollout import EnvironmentLimits, Observation
 
@@ -34,11 +32,11 @@ class Stepped(NamedTuple):
 
 @dataclass
 class Running:
-    """A call that runs.  deadline: in seconds of `time.monotonic`; None: no limit.  cancel: stops it if it can be."""
+    """A call that runs.  deadline: in seconds of `time.monotonic`; None: no limit."""
 
     row: int
+    future: concurrent.futures.Future
     deadline: float | None
-    cancel: Callable[[], Any] = lambda: None
 
 
 class EnvironmentCalls:
@@ -54,7 +52,6 @@ class EnvironmentCalls:
         self.running: dict[int, Running] = {}  # by number of the call
         self.results: queue.SimpleQueue[tuple[int, Stepped]] = queue.SimpleQueue()
         self.count = 0
-        self.loop: asyncio.AbstractEventLoop | None = None
 
     def submit(self, row: int, function: Callable, *args: Any) -> None:
         """Call a function, plain or a coroutine's, for a row."""
@@ -62,34 +59,22 @@ class EnvironmentCalls:
         self._start()
 
     def _start(self) -> None:
+        timeout = self.limits.step_timeout_s
         while self.waiting and len(self.running) < self.limits.max_concurrent_steps:
             (row, function, args), number = self.waiting.popleft(), self.count
             self.count += 1
-            timeout = self.limits.step_timeout_s
-            running = Running(row, None if timeout is None else time.monotonic() + timeout)
-            self.running[number] = running
-            threading.Thread(target=self._call, args=(number, running, function, args), daemon=True).start()
+            future = BACKGROUND.submit(self._call(number, row, function, args))
+            self.running[number] = Running(row, future, None if timeout is None else time.monotonic() + timeout)
 
-    def _call(self, number: int, running: Running, function: Callable, args: tuple) -> None:
-        """Run a call to its end, in a thread."""
+    async def _call(self, number: int, row: int, function: Callable, args: tuple) -> None:
+        """Run a call to its end, in the background loop."""
         begin, value, error = time.monotonic(), None, ""
         try:
-            value = function(*args)
-            if inspect.isawaitable(value):
-                future = asyncio.run_coroutine_threadsafe(value, self._event_loop())
-                running.cancel = future.cancel
-                value = future.result()
+            value = await call(function, *args)
         except Exception as raised:  # the user's code ends its row, never the batch
             error = f"{type(raised).__name__}: {raised}"
-            logger.warning("hybrid: an environment raised for row %d, which ends", running.row, exc_info=raised)
-        self.results.put((number, Stepped(running.row, value, error, time.monotonic() - begin)))
-
-    def _event_loop(self) -> asyncio.AbstractEventLoop:
-        """The loop of all coroutines, so that they can share connections."""
-        if self.loop is None:
-            self.loop = asyncio.new_event_loop()
-            threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        return self.loop
+            logger.warning("hybrid: an environment raised for row %d, which ends", row, exc_info=raised)
+        self.results.put((number, Stepped(row, value, error, time.monotonic() - begin)))
 
     def collect(self, wait: float | None) -> list[Stepped]:
         """The calls that have ended since the last `collect`. If there is none, waits up to `wait` seconds for one;
@@ -113,7 +98,7 @@ class EnvironmentCalls:
             ended += self._taken(self.results.get())
         for number, running in list(self.running.items()):
             if running.deadline is not None and running.deadline <= now:
-                running.cancel()
+                running.future.cancel()
                 seconds = self.limits.step_timeout_s
                 ended.append(Stepped(running.row, None, f"no answer within {seconds} s", seconds, timed_out=True))
                 del self.running[number]
@@ -129,20 +114,8 @@ class EnvironmentCalls:
         """Drop what still runs."""
         self.waiting.clear()
         for running in self.running.values():
-            running.cancel()
+            running.future.cancel()
         self.running.clear()
-        if self.loop is not None:
-            self.loop.call_soon_threadsafe(self.loop.stop)
-
-
-def converted(value: Any, convert: Callable[[Any], Any]) -> Any:
-    """`convert` of what user code gave, a coroutine if it gave an awaitable."""
-    return later(value, convert) if inspect.isawaitable(value) else convert(value)
-
-
-async def later(value: Awaitable, convert: Callable[[Any], Any]) -> Any:
-    """`convert` of an awaitable's result."""
-    return convert(await value)
 
 
 def as_observation(value: Any) -> Observation:
@@ -173,8 +146,8 @@ def reset_rows(environment: Any, limits: EnvironmentLimits, prompts: list[torch.
             raise ValueError("environment.reset gave no tokens; a prompt needs one, None keeps the given prompt")
         return torch.tensor(ids, dtype=torch.int64)
 
-    def reset(row: int, prompt: torch.Tensor) -> Any:
-        return converted(environment.reset(row, prompt), partial(as_prompt, prompt))
+    async def reset(row: int, prompt: torch.Tensor) -> torch.Tensor:
+        return as_prompt(prompt, await call(environment.reset, row, prompt))
 
     calls, results = EnvironmentCalls(limits), {}
     try:
@@ -209,8 +182,8 @@ class EnvironmentLoop:
         if row in self.own:
             self.calls.submit(row, self._step, row - self.own.start, completion_ids)
 
-    def _step(self, row: int, completion_ids: torch.Tensor) -> Any:
-        return converted(self.environment.step(row, completion_ids), as_observation)
+    async def _step(self, row: int, completion_ids: torch.Tensor) -> Observation:
+        return as_observation(await call(self.environment.step, row, completion_ids))
 
     def collect(self, waits: bool) -> list[Stepped]:
         """The steps that have ended, the same on every rank of the group. A collective of a group.
