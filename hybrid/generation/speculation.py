@@ -39,6 +39,7 @@ REPLAYED_TOKENS = 48  # of a row, at most
 LEAST_EVIDENCE = 8  # tokens of drafts, accepted or rejected, before anything is verified
 LEAST_GAIN = 1.15  # of the plain steps' speed that verification is expected to have before it starts
 KEPT_GAIN = 1.05  # the same, before it goes on
+LEAST_STEP_SECONDS = 3e-4  # of a plain step: planning a call takes 1 to 2 ms, as long as several shorter ones
 LEAST_STEPS = 2  # of a call that verifies; twice as many after each one that was faster than plain steps
 MOST_PAUSE = 32  # calls with plain steps after verification that was slower than these
 
@@ -236,7 +237,8 @@ class Speculation:
         if not self.verifies and not replays and not fewer:
             return None
         self.planned_rows = len(rows)
-        if not could_pay(len(rows), self.costs, self.settings.max_draft, self.most_tokens):
+        pays = could_pay(len(rows), self.costs, self.settings.max_draft, self.most_tokens)
+        if not pays or self.costs.seconds(len(rows)) < LEAST_STEP_SECONDS:
             self.verifies, self.decoded_seconds = False, 0.0
             return None
         if not self.verifies and replays:
