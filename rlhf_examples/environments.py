@@ -24,7 +24,7 @@ Records = list[dict[str, Any]]
 SIZES = {"train": 4096, "test": 512}  # records of a split, if there are as many different ones
 OPERANDS, LARGEST = 3, 7  # a sum has OPERANDS numbers, each from 0 to LARGEST
 TEST_SHARE = 0.2  # share of the sums that only the test split has
-WRONG = 0.85  # share of the demonstrations that play badly
+WRONG = 0.9  # share of the demonstrations that play badly
 SECRETS, GUESSES = 7, 3  # a secret number from 1 to SECRETS, found in GUESSES guesses by halving
 
 PAD, END = "<pad>", "</s>"
