@@ -4,6 +4,7 @@ With greedy search, equal completions, losses and weights show that generation e
 training is undisturbed.
 """
 
+import copy
 import importlib.util
 import json
 import os
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from datasets import Dataset
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import GatheredParameters
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     LogitsProcessor,
@@ -417,11 +418,23 @@ def sum_prompts(way: str) -> Dataset:
     return Dataset.from_list(rows)
 
 
+def adding_tokenizer() -> PreTrainedTokenizerFast:
+    """The environments' tokenizer, whose calls name their arguments, which TRL requires: "add a 3 b 4"."""
+    tokenizer = environment_tokenizer()
+    tokenizer.add_tokens([AddedToken(name, single_word=True) for name in "ab"])
+    values, pairs = "call.function.arguments.values() | join(' ')", "call.function.arguments.items() | map('join', ' ')"
+    tokenizer.chat_template = tokenizer.chat_template.replace(values, f"{pairs} | join(' ')")
+    calls = copy.deepcopy(tokenizer.response_template)
+    calls["fields"]["tool_calls"]["open_pattern"] = r"add a (?P<a>\d+) b (?P<b>\d+)\s*(?=</s>)"
+    tokenizer.response_template = calls
+    return tokenizer
+
+
 def make_adding_model(folder: str) -> None:
     """Save a tiny model that adds numbers one by one, trained for a few seconds; on rank 0."""
     if dist.get_rank() == 0:
         torch.manual_seed(0)
-        tokenizer = environment_tokenizer()
+        tokenizer = adding_tokenizer()
         model = small_model(32, 2, tokenizer)
         texts = [tokenizer.apply_chat_template(messages, tokenize=False) for messages in added(SUMS)]
         rows = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
@@ -464,23 +477,24 @@ def check_tools(folder: str, way: str) -> list[int]:
     import trl
 
     make_adding_model(folder)
-    tokenizer, reference = environment_tokenizer(), AutoModelForCausalLM.from_pretrained(f"{folder}/model").eval()
+    tokenizer, reference = adding_tokenizer(), AutoModelForCausalLM.from_pretrained(f"{folder}/model").eval()
     seen, most_turns = [], []
 
     def count_tools(completions, environments=None, **kwargs) -> list[float]:
         seen.append((completions, environments and [environment.calls for environment in environments]))
         return [float(len(messages)) for messages in completions]
 
-    arguments = trl.GRPOConfig(
-        f"{folder}/run",
-        deepspeed=without_rollout_block(
-            settings(3, train_micro_batch_size_per_gpu="auto", hybrid_engine={"enabled": True})
-        ),
-        ds3_gather_for_generation=False,
-        max_tool_calling_iterations=3,
-        **{**SMALL, "num_generations": 4, "max_completion_length": 24, "max_steps": 4},
-    )
     with fresh_accelerate_state(), hybrid.installed():
+        arguments = trl.GRPOConfig(
+            f"{folder}/run",
+            deepspeed=without_rollout_block(
+                settings(3, train_micro_batch_size_per_gpu="auto", hybrid_engine={"enabled": True})
+            ),
+            ds3_gather_for_generation=False,
+            max_tool_calling_iterations=3,
+            num_iterations=2,  # so that the trainer computes old logprobs, by its own forward
+            **{**SMALL, "num_generations": 4, "max_completion_length": 24, "max_steps": 8},
+        )
         trainer = trl.GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(f"{folder}/model"),
             reward_funcs=count_tools,
@@ -503,14 +517,11 @@ def check_tools(folder: str, way: str) -> list[int]:
         log = [line for line in trainer.state.log_history if "loss" in line]
         assert "_tool_call_loop" not in vars(trainer), "the trainer's own method is not back"
         assert trainer.model_wrapped.stats()["fallback_reason"] == ""
-    assert len(most_turns) == 4 and all(line["tools/call_frequency"] > 0 for line in log)
-    assert all(0.999 < line["sampling/importance_sampling_ratio/mean"] < 1.001 for line in log if RATIO in line)
+    assert len(most_turns) == 4, most_turns
+    assert any(line["tools/call_frequency"] > 0 for line in log)
     if way != "tools":
-        assert all(line["rewards/Adder/mean"] > 0 for line in log)
+        assert all(line["rewards/Adder/mean"] == line["tools/call_frequency"] / 4 for line in log)
     return most_turns
-
-
-RATIO = "sampling/importance_sampling_ratio/mean"
 
 
 def copy_weights(engine: hybrid.HybridEngine, reference: torch.nn.Module) -> None:
@@ -530,6 +541,9 @@ def check_turns(output: dict, tokenizer, reference: torch.nn.Module, seen: tuple
         positions = (attention.cumsum(1) - 1).clamp(min=0)
         logits = reference(whole, attention_mask=attention, position_ids=positions).logits[:, -width - 1 : -1]
     expected = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    learned = (output["tool_mask"] * mask).bool()
+    ratios = (output["old_per_token_logps"] - output["sampling_per_token_logps"])[learned].exp()
+    torch.testing.assert_close(ratios, torch.ones_like(ratios), atol=1e-4, rtol=0)
     turns = []
     for row, messages in enumerate(completions):
         length = int(mask[row].sum())
@@ -545,7 +559,7 @@ def check_turns(output: dict, tokenizer, reference: torch.nn.Module, seen: tuple
             text for text in tools if tools[0].isdecimal()
         ]
         if calls is not None:
-            assert calls[row] >= len([text for text in tools if text.isdecimal()])
+            assert calls[row] == len(tools)
         turns.append(words.count("<assistant>") + 1)
     return max(turns)
 
@@ -555,5 +569,5 @@ def check_turns(output: dict, tokenizer, reference: torch.nn.Module, seen: tuple
 def test_tools_run_inside_rollout_func(ranks, tmp_path, way):
     """Under ZeRO-3, whose ranks have unequal numbers of turns: TRL's own generation would wait for ever."""
     first, second = ranks.run(check_tools, str(tmp_path), way)
-    assert any(own != other for own, other in zip(first, second, strict=True)), "equal turns: the test is vacuous"
-    assert max(first + second) >= 3
+    assert any(own != other for own, other in zip(first, second, strict=True)), f"equal turns: {first}, vacuous"
+    assert max(first + second) >= 3, (first, second)
