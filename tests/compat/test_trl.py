@@ -518,9 +518,12 @@ def check_tools(folder: str, way: str) -> list[int]:
         assert "_tool_call_loop" not in vars(trainer), "the trainer's own method is not back"
         assert trainer.model_wrapped.stats()["fallback_reason"] == ""
     assert len(most_turns) == 4, most_turns
-    assert any(line["tools/call_frequency"] > 0 for line in log)
+    assert any(line.get("tools/call_frequency", 0) > 0 for line in log)
     if way != "tools":
-        assert all(line["rewards/Adder/mean"] == line["tools/call_frequency"] / 4 for line in log)
+        scored = [line for line in log if "rewards/Adder/mean" in line]
+        assert scored, log
+        for line in scored:
+            assert line["rewards/Adder/mean"] == pytest.approx(line["tools/call_frequency"] / 4, abs=1e-6)
     return most_turns
 
 
