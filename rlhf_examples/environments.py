@@ -8,6 +8,7 @@
 A supervised policy learns the moves from `demonstrations`, and seldom the right ones: RL has something to improve.
 """
 
+import importlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ Records = list[dict[str, Any]]
 SIZES = {"train": 4096, "test": 512}  # records of a split, if there are as many different ones
 OPERANDS, LARGEST = 3, 7  # a sum has OPERANDS numbers, each from 0 to LARGEST
 TEST_SHARE = 0.2  # share of the sums that only the test split has
-WRONG = 0.85  # share of the demonstrations that play badly
+WRONG = 0.9  # share of the demonstrations that play badly
 SECRETS, GUESSES = 7, 3  # a secret number from 1 to SECRETS, found in GUESSES guesses by halving
 
 PAD, END = "<pad>", "</s>"
@@ -133,12 +134,14 @@ def guessing_records(split: str, seed: int = 0, size: int | None = None) -> Reco
     return [{"prompt": user("guess"), "secret": rng.randint(1, SECRETS)} for _ in range(size or SIZES[split])]
 
 
-def calculator_demonstrations(seed: int = 0, size: int | None = None, wrong: float = WRONG) -> Records:
-    """Conversations ("messages") that solve the train split's sums step by step; a share of `wrong` answers before the
-    last addition.
+def calculator_demonstrations(
+    seed: int = 0, size: int | None = None, wrong: float = WRONG, split: str = "train"
+) -> Records:
+    """Conversations ("messages") that solve a split's sums step by step; a share of `wrong` answers before the last
+    addition.
     """
     rng, records = random.Random(f"calculator demonstrations {seed}"), []
-    for record in calculator_records("train", seed, size):
+    for record in calculator_records(split, seed, size):
         messages, (result, *others) = [*record["prompt"]], record["numbers"]
         for number in others[: -1 if rng.random() < wrong else None]:
             call = {"type": "function", "function": {"name": "add", "arguments": {"a": result, "b": number}}}
@@ -149,12 +152,14 @@ def calculator_demonstrations(seed: int = 0, size: int | None = None, wrong: flo
     return records
 
 
-def guessing_demonstrations(seed: int = 0, size: int | None = None, wrong: float = WRONG) -> Records:
+def guessing_demonstrations(
+    seed: int = 0, size: int | None = None, wrong: float = WRONG, split: str = "train"
+) -> Records:
     """Conversations ("messages") of games that halve the numbers that are left; a share of `wrong` repeats the
     first guess.
     """
     rng, records = random.Random(f"guessing demonstrations {seed}"), []
-    for record in guessing_records("train", seed, size):
+    for record in guessing_records(split, seed, size):
         messages, low, high = [*record["prompt"]], 1, SECRETS
         learns = rng.random() >= wrong
         for _ in range(GUESSES):
@@ -180,7 +185,7 @@ class Environment:
 
     make: a tokenizer and settings → a `hybrid.MessageEnvironment`.
     records: split ("train", "test"), seed and size → what its `episodes` take.
-    demonstrations: seed and size → conversations for supervised fine-tuning.
+    demonstrations: seed, size and split → conversations for supervised fine-tuning.
     """
 
     make: Callable[..., hybrid.MessageEnvironment]
@@ -192,6 +197,20 @@ ENVIRONMENTS = {
     "calculator": Environment(calculator, calculator_records, calculator_demonstrations),
     "guessing": Environment(guessing_game, guessing_records, guessing_demonstrations),
 }
+
+
+def load_environment(name: str) -> Environment:
+    """An environment by its name in ENVIRONMENTS, or `module:name` of one's own.
+
+    Raises ValueError, with the allowed forms, if there is none.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        environment = getattr(importlib.import_module(module), attribute) if attribute else ENVIRONMENTS[name]
+    except (ImportError, AttributeError, KeyError, ValueError) as error:
+        allowed = f"{', '.join(ENVIRONMENTS)}, or module:name of an rlhf_examples.environments.Environment"
+        raise ValueError(f"environment: {name!r} given; it must be {allowed}") from error
+    return environment
 
 
 def environment_tokenizer() -> PreTrainedTokenizerFast:

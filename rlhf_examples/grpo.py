@@ -125,13 +125,7 @@ def grpo_iteration(
             groups = next_groups(policy, tokenizer, next_prompts, 0, iteration, args)
         batch = groups.batch
         phases.end("rollout")
-        old_logps = None if args.importance_sampling_correction else actor.old_logps(batch)
-        phases.end("old_logps")
-        ref_logps = actor.reference_logps(batch) if args.beta else None
-        phases.end("ref_logps")
-    if args.importance_sampling_correction:  # from the training forward: `score` would be the sampler's own logprobs
-        old_logps = training_logps(policy, batch, args)
-        phases.end("old_logps")
+        logps = window_logps(actor, batch, phases, args)
     if not args.dynamic_sampling:
         groups = replace(
             groups, scores=rewards.scores_by_name(batch, groups.prompts, decode_completions(tokenizer, batch))
@@ -144,8 +138,43 @@ def grpo_iteration(
     if args.soft_punish_cache:
         lengths = batch.completion_mask.sum(dim=1)
         scores = scores + soft_overlong_punishment(lengths, args.max_answer_seq_len, args.soft_punish_cache)
+    metrics = sampling_metrics | rewards.metrics() | scores_by_source(groups.prompts, scores, args.data_path)
+    return metrics | learn(actor, batch, *logps, scores, learned, iteration, phases, args)
+
+
+def window_logps(
+    actor: Actor, batch: hybrid.RolloutBatch, phases: Phases, args: GRPOArguments
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """What is computed in the window of the rollout: old logprobs (None with `importance_sampling_correction`) and the
+    reference's (None without `beta`), float32 [rows, completion].
+    """
+    old_logps = None if args.importance_sampling_correction else actor.old_logps(batch)
+    phases.end("old_logps")
+    ref_logps = actor.reference_logps(batch) if args.beta else None
+    phases.end("ref_logps")
+    return old_logps, ref_logps
+
+
+def learn(
+    actor: Actor,
+    batch: hybrid.RolloutBatch,
+    old_logps: torch.Tensor | None,
+    ref_logps: torch.Tensor | None,
+    scores: torch.Tensor,
+    learned: torch.Tensor,
+    iteration: int,
+    phases: Phases,
+    args: GRPOArguments,
+) -> Metrics:
+    """Update the policy on this rank's scored completions, padded to the widths of all ranks; returns metrics.
+
+    old_logps, ref_logps: as in `window_logps`.  scores, learned: as in `make_experience`.
+    """
+    policy = actor.policy
+    if old_logps is None:  # from the training forward: `score` would be the sampler's own logprobs
+        old_logps = training_logps(policy, batch, args)
+        phases.end("old_logps")
     experience, metrics = make_experience(batch, old_logps, ref_logps, scores, learned, args)
-    metrics |= sampling_metrics | rewards.metrics() | scores_by_source(groups.prompts, scores, args.data_path)
     experience = experience.all_gather(args.num_generations)
     phases.end("advantages")
     policy.train()

@@ -14,8 +14,9 @@ from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
-from rlhf_examples import dpo, grpo, pairs, ppo, reward_model, sft, throughput
+from rlhf_examples import agent, dpo, grpo, pairs, ppo, reward_model, sft, throughput
 from rlhf_examples.common.arguments import (
+    AgentArguments,
     DPOArguments,
     GRPOArguments,
     PairsArguments,
@@ -43,6 +44,7 @@ SCRIPTS = {
     "dpo": (DPOArguments, dpo.run),
     "ppo": (PPOArguments, ppo.run),
     "grpo": (GRPOArguments, grpo.run),
+    "agent": (AgentArguments, agent.run),
     "pairs": (PairsArguments, pairs.run),
     "throughput": (ThroughputArguments, throughput.run),
 }

@@ -5,19 +5,19 @@ logprobs, and only the engine gathers weights, whatever `ds3_gather_for_generati
 `environment_factory` run inside the rollout: while one completion's tool works, the others decode.
 """
 
-import asyncio
-import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from trl.chat_template_utils import parse_response
 
 from hybrid.engine import HybridEngine
-from hybrid.rollout import EnvironmentLimits, Observation, RolloutBatch, SamplingParams
+from hybrid.environments import MessageEnvironment
+from hybrid.episodes import Episode, Episodes
+from hybrid.rollout import EnvironmentLimits, RolloutBatch, SamplingParams
 
 # Keys of `trainer.generation_kwargs`. End tokens come from `trainer.eos_token_ids`; padding is not needed.
 SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "min_new_tokens", "repetition_penalty")
+TOOL_COUNTS = ("tool_calls", "tool_failures")
 NOT_NEEDED = ("do_sample", "pad_token_id", "bos_token_id", "eos_token_id")
 
 
@@ -38,14 +38,13 @@ def rollout_func(prompts: list, trainer: Any) -> dict[str, list]:
         raise NotImplementedError("rollout_func: prompts with images given; the engine generates from token ids")
     ids, mask = left_padded(prompt_ids, engine.device)
     if getattr(trainer, "tools", None):
-        turns = trainer.max_tool_calling_iterations
-        environment = ToolTurns(trainer, prompt_ids, turns)
-        limits = EnvironmentLimits(max_turns=turns + 1, step_timeout_s=None)
-        batch = engine.rollout(ids, mask, sampling, environment=environment, environment_limits=limits)
-        give_tool_results(trainer, environment.results(batch))
+        episodes = tool_episodes(trainer, prompts)
+        limits = EnvironmentLimits(max_turns=trainer.max_tool_calling_iterations + 1, step_timeout_s=None)
+        batch = engine.rollout(ids, mask, sampling, environment=episodes, environment_limits=limits)
+        give_tool_results(trainer, tool_results(episodes, batch))
     else:
         batch = engine.rollout(ids, mask, sampling)
-    lengths = batch.attention_mask[:, ids.shape[1] :].sum(dim=1).tolist()
+    lengths = completion_lengths(batch)
     return {
         "prompt_ids": prompt_ids,
         "completion_ids": without_padding(batch.completion_ids, lengths),
@@ -53,102 +52,69 @@ def rollout_func(prompts: list, trainer: Any) -> dict[str, list]:
     }
 
 
-@dataclass
-class ToolTurns:
-    """An environment of `engine.rollout` that runs the tools of a GRPOTrainer, as its `_tool_call_loop` does (trl
-    1.16): calls parsed by the tokenizer's response template, errors as results, results in the template's own tokens.
+def tool_episodes(trainer: Any, prompts: list[list[dict]]) -> Episodes:
+    """The conversations of the trainer's prompts with its tools.
 
-    prompt_ids: of each row.  max_calls: turns of a row whose tool calls run.
+    The trainer has reset its environments, put what they gave into the prompts, and asks for their rewards itself: here
+    they are tools alone.  prompts: conversations.
     """
+    names = trainer._batch_environments if trainer.environment_factories else [None] * len(prompts)
+    tools = trainer._env_tools if trainer.environment_factories else {None: trainer.tools}
+    environments = {name: message_environment(trainer, tools[name]) for name in dict.fromkeys(names)}
+    rows = [
+        Episode(environments[name].kinds[None], {"prompt": prompt}, None, {**functions, **coroutines})
+        for name, prompt, functions, coroutines in zip(
+            names, prompts, trainer._sync_tool_dicts, trainer._async_tool_dicts, strict=True
+        )
+    ]
+    return Episodes(rows, environments[names[0]].settings, num_generations=1)
 
-    trainer: Any
-    prompt_ids: list[list[int]]
-    max_calls: int
-    messages: dict[int, list[list[dict]]] = field(default_factory=dict)  # by row: of each turn, the tools' after it
-    context: dict[int, list[int]] = field(default_factory=dict)  # by row: its tokens so far
-    calls: int = 0
-    failures: int = 0
 
-    def __post_init__(self):
-        self.lock = threading.Lock()  # the tokenizer's calls change its settings, and are not for several threads
+def message_environment(trainer: Any, tools: list) -> MessageEnvironment:
+    """The trainer's settings as a MessageEnvironment.  tools: those that a prompt is rendered with."""
+    kwargs = dict(trainer.chat_template_kwargs)
+    if trainer.chat_template is not None:  # TRL's own, where the tokenizer's rewrites earlier turns
+        kwargs["chat_template"] = trainer.chat_template
+    limit = trainer.max_tool_calling_iterations
+    return MessageEnvironment(trainer._tokenizer, tools, max_tool_calling_iterations=limit, chat_template_kwargs=kwargs)
 
-    def reset(self, row: int, prompt_ids: torch.Tensor) -> None:
-        """Begin a row; the trainer has reset its environment."""
-        self.messages[row], self.context[row] = [], list(self.prompt_ids[row])
 
-    def step(self, row: int, completion_ids: torch.Tensor) -> Observation:
-        """Run the tools that a turn calls. Without a call the row is done."""
-        ids = completion_ids.tolist()
-        with self.lock:
-            turn = parse_response(
-                self.trainer._tokenizer, ids, prefix=self.context[row], tools=self._tools_in_prompt(row)
-            )
-        calls = turn.get("tool_calls") or []
-        self.messages[row].append([turn])
-        if not calls or len(self.messages[row]) > self.max_calls:
-            return Observation(done=True)
-        results = [self._result(row, call) for call in calls]
-        self.messages[row].append(results)
-        with self.lock:
-            suffix = self.trainer._get_tool_suffix_ids(results)
-        self.context[row] += ids + suffix
-        return Observation(suffix)
+def tool_results(episodes: Episodes, batch: RolloutBatch) -> "ToolResults":
+    """What the trainer's loop would have given. Raises RuntimeError if a row's turn could not be answered."""
+    failed = {row: error for row, error in enumerate(batch.errors) if error}
+    if failed:
+        raise RuntimeError(f"rollout_func: the turns of completions {failed} could not be answered")
+    kept = batch.completion_mask.cpu()
+    lengths = completion_lengths(batch)
+    completions = [
+        with_last_turn(episode, messages, unanswered_ids(batch, row))
+        for row, (episode, messages) in enumerate(zip(episodes.rows, episodes.completions, strict=True))
+    ]
+    calls, failures = (sum(getattr(episode, name) for episode in episodes.rows) for name in TOOL_COUNTS)
+    return ToolResults(without_padding(kept, lengths), completions, calls, failures)
 
-    def _tools_in_prompt(self, row: int) -> list:
-        """The tools that the row's prompt was rendered with."""
-        trainer = self.trainer
-        if trainer.environment_factories is None:
-            return trainer.tools
-        return trainer._env_tools[trainer._batch_environments[row]]
 
-    def _result(self, row: int, call: dict[str, Any]) -> dict[str, Any]:
-        """The message of a tool's result, or of its error."""
-        name, arguments = call.get("name", "unknown"), {}
-        try:
-            if call["type"] != "function":
-                raise ValueError(f"Unsupported tool call type: {call['type']}")
-            name, arguments = call["function"]["name"], call["function"]["arguments"]
-            value = self._called(row, name, arguments)
-        except Exception as error:  # the model sees a tool's error, as in TRL
-            value = {"error": str(error)}
-            with self.lock:
-                self.failures += 1
-        with self.lock:
-            self.calls += 1
-        return {"role": "tool", "name": name, "content": value if isinstance(value, list) else str(value)}
+def unanswered_ids(batch: RolloutBatch, row: int) -> list[int]:
+    """The tokens of a row's last turn, if it was cut off by the completion's limit, which `step` does not see."""
+    answered = len(batch.turn_rewards[row])
+    return batch.completion_ids[row][(batch.turn_ids[row] == answered) & (batch.completion_mask[row] == 1)].tolist()
 
-    def _called(self, row: int, name: str, arguments: dict[str, Any]) -> Any:
-        if name in (tools := self.trainer._sync_tool_dicts[row]):
-            return tools[name](**arguments)
-        if name not in (tools := self.trainer._async_tool_dicts[row]):
-            raise ValueError(f"Tool {name} not found.")
-        return asyncio.run_coroutine_threadsafe(tools[name](**arguments), self.trainer.async_loop).result()
 
-    def results(self, batch: RolloutBatch) -> "ToolResults":
-        """What the trainer's loop would have given. Raises RuntimeError if a row's environment failed."""
-        failed = {row: error for row, error in enumerate(batch.errors) if error}
-        if failed:
-            raise RuntimeError(f"rollout_func: the tool calls of completions {failed} could not be run")
-        completions = []
-        for row in range(len(batch.prompt_ids)):
-            turns = [message for group in self.messages[row] for message in group]
-            # Results after which there was no room, or no turn, are not part of the completion.
-            while turns and turns[-1]["role"] == "tool":
-                turns.pop()
-            completions.append(turns + self._unparsed_turn(row, batch))
-        kept = batch.completion_mask.cpu()
-        present = (batch.completion_mask | batch.observation_mask).sum(dim=1).tolist()
-        tool_mask = [own[:length].tolist() for own, length in zip(kept, present, strict=True)]
-        return ToolResults(tool_mask, completions, self.calls, self.failures)
+def with_last_turn(episode: Episode, messages: list[dict], ids: list[int]) -> list[dict]:
+    """The messages of a completion with its cut-off turn; without one, without results that no turn follows: there
+    was no room for them.
+    """
+    if ids:
+        return [*messages, episode.parse(ids)[0]]
+    turns = list(messages)
+    while turns and turns[-1]["role"] != "assistant":
+        turns.pop()
+    return turns
 
-    def _unparsed_turn(self, row: int, batch: RolloutBatch) -> list[dict]:
-        """The last turn, if it was cut off by the completion's limit, which `step` does not see."""
-        stepped = len(batch.turn_rewards[row])
-        rest = batch.completion_ids[row][(batch.turn_ids[row] == stepped) & (batch.completion_mask[row] == 1)].tolist()
-        if not rest:
-            return []
-        tools = self._tools_in_prompt(row)
-        return [parse_response(self.trainer._tokenizer, rest, prefix=self.context[row], tools=tools)]
+
+def completion_lengths(batch: RolloutBatch) -> list[int]:
+    """Tokens of each row after its prompt, tools' results included."""
+    return batch.attention_mask[:, batch.prompt_ids.shape[1] :].sum(dim=1).tolist()
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from rlhf_examples.common.rollouts import (
     sampling,
     sampling_seed,
 )
-from rlhf_examples.common.run_log import RunLog, read_metrics
+from rlhf_examples.common.run_log import RunLog, Transcript, read_metrics
 from rlhf_examples.common.scorers import Rewards
 from rlhf_examples.common.trackers import Metrics
 
@@ -270,7 +270,7 @@ class Evaluation:
         options = args.eval_num_generations, args.eval_greedy, tuple(args.pass_at_k), args.pass_score
         return cls(policy, tokenizer, prompts, all_rewards, args, *options)
 
-    def __call__(self, draw: int = 0) -> tuple[Metrics, list[str], dict[str, list[float]]]:
+    def __call__(self, draw: int = 0) -> tuple[Metrics, list[Transcript], dict[str, list[float]]]:
         """Returns metrics (each scorer's mean and standard error over the completions that it could score, pass@k
         shares), completions of all prompts, and their scores by scorer, the training reward first. All are empty
         without prompts.
@@ -284,16 +284,8 @@ class Evaluation:
         padding = self.prompts[:1] * (-count % dist.get_world_size())  # equally many prompts on each rank
         own = rank_share([*self.prompts, *padding])
         params = sampling(self.args, sampling_seed(self.args.seed, draw))
-        params = replace(params, temperature=0.0) if self.greedy else params
-        with self.policy.inference():
-            batch = roll_out(self.policy, self.tokenizer, own, rank_row_ids(len(own)), params, n)
-        completions = decode_completions(self.tokenizer, batch)
-        columns, prompts = {"": completions}, [row for row in own for _ in range(n)]
-        for rewards in self.rewards:
-            by_name = rewards.scores_by_name(batch, prompts, completions)
-            columns |= {
-                f"eval_{name}" if name in columns else name: values.tolist() for name, values in by_name.items()
-            }
+        completions, own_scores = self.scored(own, replace(params, temperature=0.0) if self.greedy else params)
+        columns = {"": completions, **own_scores}
         from_ranks = gather_objects({name: in_groups(column, n) for name, column in columns.items()})
         groups = {name: interleaved(of_rank[name] for of_rank in from_ranks)[:count] for name in columns}
         texts = [text for group in groups.pop("") for text in group]
@@ -307,6 +299,20 @@ class Evaluation:
             metrics |= {f"eval_{name}/pass@{k}": rate for k, rate in rates.items()}
         return metrics, texts, scores
 
+    def scored(self, own: list[Row], params: hybrid.SamplingParams) -> tuple[list[Transcript], dict[str, list[float]]]:
+        """Completions of this rank's prompts, and their scores by scorer."""
+        with self.policy.inference():
+            row_ids = rank_row_ids(len(own))
+            batch = roll_out(self.policy, self.tokenizer, own, row_ids, params, self.num_generations)
+        completions = decode_completions(self.tokenizer, batch)
+        columns, prompts = {}, [row for row in own for _ in range(self.num_generations)]
+        for rewards in self.rewards:
+            by_name = rewards.scores_by_name(batch, prompts, completions)
+            columns |= {
+                f"eval_{name}" if name in columns else name: values.tolist() for name, values in by_name.items()
+            }
+        return completions, columns
+
     def before_training(self, directory: Path, resumed: bool) -> dict:
         """The evaluation before the first update; a resumed run reads the saved one."""
         return baseline_evaluation(
@@ -319,7 +325,9 @@ class Evaluation:
         self._log(log, iteration, texts, scores, self.args.num_samples)
         return metrics
 
-    def _log(self, log: RunLog, iteration: int, texts: list[str], scores: dict[str, list[float]], shown: int) -> None:
+    def _log(
+        self, log: RunLog, iteration: int, texts: list[Transcript], scores: dict[str, list[float]], shown: int
+    ) -> None:
         if texts:
             prompts = [row["prompt"] for row in self.prompts for _ in range(self.num_generations)]
             log.add_completions(iteration, {"prompt": prompts, "completion": texts, **scores}, shown)

@@ -22,6 +22,18 @@ from rlhf_examples.data.texts import RecordFormat
 
 Arguments = TypeVar("Arguments")
 ATTENTION = "transformers' attention implementation: eager, sdpa, flash_attention_2, …; empty: its default"
+# Arguments of GRPO that are about prompts and rewards of data sets.
+NOT_OF_ENVIRONMENTS = (
+    "reward",
+    "reward_weights",
+    "eval_reward",
+    "data_path",
+    "eval_data_path",
+    "data_split",
+    "streaming",
+    "dynamic_sampling",
+    "soft_punish_cache",
+)
 NO_DROPOUT = "disable dropout in training, so that logprobs and scores do not depend on it"
 
 
@@ -420,6 +432,26 @@ class GRPOArguments(RolloutArguments):
             max_num_gen_batches=(1, None),
             soft_punish_cache=(0, self.max_answer_seq_len),
         )
+
+
+@dataclass
+class AgentArguments(GRPOArguments):
+    """GRPO over several turns, rewarded by an environment."""
+
+    output_dir: str = arg("runs/agent", "directory for logs, checkpoints and the trained policy")
+    environment: str = arg(
+        "calculator", "calculator, guessing, or module:name of an rlhf_examples.environments.Environment"
+    )
+    max_turns: int = arg(8, "maximum turns of a conversation")
+    max_turn_tokens: int = arg(0, "maximum tokens of a turn; 0: max_answer_seq_len, which is of all turns together")
+    step_timeout_s: float = arg(60.0, "timeout of an environment's reset or step, in seconds")
+
+    def __post_init__(self):
+        super().__post_init__()
+        require_range(self, max_turns=(1, None), max_turn_tokens=(0, None), step_timeout_s=(0.001, None))
+        for name in NOT_OF_ENVIRONMENTS:
+            if value := getattr(self, name):
+                raise ValueError(f"{name}: {value} given; prompts and rewards are the environment's: leave it out")
 
 
 @dataclass

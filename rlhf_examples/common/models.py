@@ -30,15 +30,19 @@ from transformers.utils import find_adapter_config_file
 import hybrid
 from rlhf_examples.common.batches import packed_forward, unpack_rows
 from rlhf_examples.common.ranks import gather_objects
+from rlhf_examples.environments import environment_tokenizer
 from rlhf_examples.rewards import REWARDS_ALLOWED
+
+ENVIRONMENT_TOKENIZER = "synthetic:environments"
 
 
 def load_tokenizer(name: str, chat_template: str = "") -> PreTrainedTokenizerBase:
     """The tokenizer, with a padding token.  chat_template: a file with a Jinja template that replaces its own.
 
+    name: a directory, a hub name, or `synthetic:environments` for that of `rlhf_examples.environments`.
     Raises ValueError if there is no such file.
     """
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    tokenizer = environment_tokenizer() if name == ENVIRONMENT_TOKENIZER else AutoTokenizer.from_pretrained(name)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if chat_template:

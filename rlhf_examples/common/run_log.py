@@ -20,6 +20,8 @@ from tqdm import tqdm
 from rlhf_examples.common.files import COMPLETIONS, METRICS, SAMPLES, SETTINGS, printable, write_atomically
 from rlhf_examples.common.trackers import Histogram, Metrics, Tracker, check_report_to
 
+Transcript = str | list[dict[str, str]]  # a text, or a conversation's turns, each with its "role" and "text"
+
 
 class RunLog:
     """The log of a run, or of a step of one, in `directory`.
@@ -67,7 +69,7 @@ class RunLog:
             for row in rows if tracker.replays else []:
                 tracker.add(row["iteration"], {name: value for name, value in row.items() if name != "iteration"})
             for iteration, table in completions.groupby("iteration") if tracker.replays and start else []:
-                tracker.add_table(iteration, "completions", table)
+                tracker.add_table(iteration, "completions", with_plain_texts(table))
         progress = tqdm if sys.stderr.isatty() else ProgressLines
         self.bar = progress(total=total, initial=start, desc=description)
         self.console = Console(width=110)
@@ -150,7 +152,7 @@ class RunLog:
         """Log an evaluation's completions: all in completions.jsonl and at the trackers, `shown` of them in the
         terminal. An iteration that is already logged is skipped.
 
-        columns: prompt, completion, and scores by name, lists of equal length.
+        columns: prompt, completion (a Transcript each), and scores by name, lists of equal length.
         """
         if not self.is_main_process or iteration in self.evaluated:
             return
@@ -159,7 +161,7 @@ class RunLog:
         with (self.directory / COMPLETIONS).open("a") as file:
             file.write(to_json_lines(table))
         for tracker in self.trackers:
-            tracker.add_table(iteration, "completions", table)
+            tracker.add_table(iteration, "completions", with_plain_texts(table))
         if self.print_every and shown:
             columns = {name: values[:shown] for name, values in columns.items()}
             self._print_texts(f"completions of held-out prompts, iteration {iteration}", columns)
@@ -167,8 +169,8 @@ class RunLog:
     def show_samples(
         self,
         prompts: list[str],
-        before: list[str],
-        after: list[str],
+        before: list[Transcript],
+        after: list[Transcript],
         rewards_before: list[float] | None = None,
         rewards_after: list[float] | None = None,
     ) -> None:
@@ -189,7 +191,9 @@ class RunLog:
         table = Table(*(name.replace("_", " ") for name in columns), title=title, show_lines=True)
         for row in zip(*columns.values(), strict=True):
             # As Text, because rich would read "[...]" in a completion as markup.
-            table.add_row(*(Text(printable(v) if isinstance(v, str) else format_number(v)) for v in row))
+            table.add_row(
+                *(Text(printable(plain_text(v)) if isinstance(v, str | list) else format_number(v)) for v in row)
+            )
         with self.bar_cleared():
             self.console.print(table)
 
@@ -246,6 +250,16 @@ class ProgressLines:
             bar_format="{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]",
         )
         print(line, file=sys.stderr, flush=True)
+
+
+def plain_text(text: Transcript) -> str:
+    """A text as it is; a conversation as a line for each turn, which begins with its role."""
+    return text if isinstance(text, str) else "\n".join(f"{turn['role']}: {turn['text']}" for turn in text)
+
+
+def with_plain_texts(table: pd.DataFrame) -> pd.DataFrame:
+    """A table of completions with `plain_text` in the place of conversations."""
+    return table.assign(completion=[plain_text(text) for text in table["completion"]])
 
 
 def read_metrics(directory: Path) -> list[dict[str, "float | Histogram"]]:

@@ -19,12 +19,17 @@ from datasets import Dataset, Features, IterableDataset, Value, concatenate_data
 from datasets.exceptions import DatasetGenerationError
 
 from rlhf_examples.data.synthetic import SETS, SIZES
+from rlhf_examples.environments import ENVIRONMENTS
 
 Rows = Dataset | IterableDataset
 RAW = Features(
     {"source": Value("string"), "number": Value("int64"), "record": Value("string"), "problem": Value("string")}
 )
-SYNTHETIC = [f"synthetic:{name}" for name in SETS]
+# Name → a function of the split: the synthetic sets, and demonstrations of the environments.
+SYNTHETIC = {f"synthetic:{name}": make for name, make in SETS.items()} | {
+    f"synthetic:{name}": lambda split, make=environment.demonstrations: make(split=split)
+    for name, environment in ENVIRONMENTS.items()
+}
 
 
 def load_records(
@@ -64,7 +69,7 @@ def synthetic_set(name: str, split: str, streaming: bool) -> Rows:
     if name not in SYNTHETIC or split not in SIZES:
         available = f"{', '.join(SYNTHETIC)}, each with @{' and @'.join(SIZES)}"
         raise ValueError(f"'{name}@{split}': there is no such data set; allowed: {available}")
-    records = SETS[name.removeprefix("synthetic:")](split)
+    records = SYNTHETIC[name](split)
     rows = [raw_row(f"{name}@{split}", number, as_json(record)) for number, record in enumerate(records, start=1)]
     dataset = Dataset.from_list(rows, features=RAW)
     return dataset.to_iterable_dataset() if streaming else dataset

@@ -64,6 +64,8 @@ details .scroll, details table { margin-top: 8px; }
 .sample { margin-bottom: 14px; }
 .sides { display: grid; grid-template-columns: 1fr 1fr; gap: 0 20px; }
 .text { white-space: pre-wrap; overflow-wrap: anywhere; unicode-bidi: isolate; margin: 2px 0 0; }
+.turn { padding: 2px 0 2px 10px; border-left: 3px solid transparent; }
+.turn.answer { border-left-color: var(--series-1); background: var(--page); }
 .tag { font-size: 13px; color: var(--muted); }
 .side { padding-top: 8px; min-width: 0; }
 .prompt { border-bottom: 1px solid var(--grid); padding-bottom: 8px; }
@@ -116,6 +118,12 @@ TEMPLATE = """<!DOCTYPE html>
 <h3>{{ title }}</h3>
 <div class="charts">{% for drawing in drawings %}<div class="card">{{ chart(drawing) }}</div>{% endfor %}</div>
 {%- endif %}
+{%- endmacro %}
+{%- macro turns_of(turns) %}
+{%- for role, text in turns %}
+{%- if role %}<div class="turn{{ " answer" if role != "assistant" }}"><span class="tag">{{ role }}</span>{% endif -%}
+<p class="text" dir="auto">{{ text }}</p>{% if role %}</div>{% endif %}
+{%- endfor %}
 {%- endmacro %}
 {%- macro settings_of(rows) %}
 {%- if rows %}
@@ -187,7 +195,7 @@ TEMPLATE = """<!DOCTYPE html>
     {%- for side in ("before", "after") %}
     {%- set reward = sample["reward_" ~ side] %}
     <div class="side"><div class="tag">{{ side }}{% if reward %} · reward {{ reward }}{% endif %}</div>
-    {%- if sample[side] %}<p class="text" dir="auto">{{ sample[side] }}</p>
+    {%- if sample[side] %}{{ turns_of(sample[side]) }}
     {%- else %}<p class="muted">(empty)</p>{% endif -%}
     </div>
     {%- endfor %}
@@ -201,7 +209,7 @@ TEMPLATE = """<!DOCTYPE html>
 <div class="card scroll"><div class="tag">prompt</div><p class="text" dir="auto">{{ prompt }}</p><table>
 <tr><th>iteration</th><th>completion</th><th>reward</th></tr>
 {%- for iteration, completion, reward in rows %}
-<tr><td class="figure">{{ iteration }}</td><td><span class="text" dir="auto">{{ completion }}</span></td>
+<tr><td class="figure">{{ iteration }}</td><td>{{ turns_of(completion) }}</td>
 <td class="figure">{{ reward }}</td></tr>
 {%- endfor %}
 </table></div>

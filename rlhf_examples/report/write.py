@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 
 from rlhf_examples.common.files import METRICS, SAMPLES, SETTINGS, printable, write_atomically
-from rlhf_examples.common.run_log import format_number, read_completions, read_metrics
+from rlhf_examples.common.run_log import Transcript, format_number, read_completions, read_metrics
 from rlhf_examples.common.trackers import Histogram
 from rlhf_examples.report.charts import (
     Chart,
@@ -38,6 +38,7 @@ STEP_TITLES = {
     "reward_model": "Reward model",
     "ppo": "PPO",
     "grpo": "GRPO",
+    "agent": "GRPO over several turns",
     "dpo": "DPO",
 }
 
@@ -88,6 +89,11 @@ LEARNING = (
     Chart("Truncated completions", "share", {"completions/clipped_ratio": "truncated"}),
     Chart("Standard deviation of rewards within groups", "mean over groups", {"reward_std": "deviation"}),
     Chart("Groups with equal rewards", "share", {"frac_reward_zero_std": "share"}),
+    Chart(
+        "Tool calls",
+        "per conversation, and share of failed ones",
+        {"tools/call_frequency": "calls", "tools/failure_frequency": "failed"},
+    ),
     Chart("Policy loss", "mean over tokens", {"loss/policy_avg": "loss"}),
     Chart("Value loss", "mean over tokens", {"loss/value_avg": "loss"}),
     Chart("Probability ratio of new to old policy", "mean over tokens", {"val/ratio": "ratio"}),
@@ -355,21 +361,30 @@ def metric_rows(log: pd.DataFrame) -> list[dict[str, str]]:
     return rows
 
 
-def sample_of(sample: dict) -> dict[str, str]:
+def turns_of(text: Transcript) -> list[tuple[str, str]]:
+    """The roles and texts of a conversation's turns; of a text one turn without a role, of an empty one none."""
+    turns = [{"role": "", "text": text}] * bool(text) if isinstance(text, str) else text
+    return [(printable(turn["role"]), printable(turn["text"])) for turn in turns]
+
+
+def sample_of(sample: dict) -> dict[str, str | list[tuple[str, str]]]:
     """A sample as text that HTML can hold."""
-    texts = {name: printable(str(sample.get(name, ""))) for name in ("prompt", "before", "after")}
+    texts = {name: turns_of(sample.get(name, "")) for name in ("before", "after")}
     rewards = {name: format_number(sample[name]) for name in ("reward_before", "reward_after") if name in sample}
-    return {"reward_before": "", "reward_after": "", **texts, **rewards}
+    prompt = printable(str(sample.get("prompt", "")))
+    return {"reward_before": "", "reward_after": "", "prompt": prompt, **texts, **rewards}
 
 
-def completions_by_prompt(completions: pd.DataFrame, num_prompts: int) -> list[tuple[str, list[tuple[int, str, str]]]]:
-    """For the first `num_prompts` held-out prompts: the prompt, and its completion and first score by iteration."""
+def completions_by_prompt(
+    completions: pd.DataFrame, num_prompts: int
+) -> list[tuple[str, list[tuple[int, list[tuple[str, str]], str]]]]:
+    """For the first `num_prompts` held-out prompts: the prompt, and its completion's turns and score by iteration."""
     scores = [name for name in completions.columns if name not in ("iteration", "prompt", "completion")]
     prompts = []
     for _, rows in completions.groupby(completions.groupby("iteration").cumcount()):
         first_scores = rows[scores[0]] if scores else [None] * len(rows)
         texts = zip(rows["iteration"], rows["completion"], first_scores, strict=True)
-        by_iteration = [(iteration, printable(text), format_number(score)) for iteration, text, score in texts]
+        by_iteration = [(iteration, turns_of(text), format_number(score)) for iteration, text, score in texts]
         prompts.append((printable(rows["prompt"].iloc[0]), by_iteration))
     return prompts[:num_prompts]
 

@@ -4,6 +4,7 @@ With greedy search, equal completions, losses and weights show that generation e
 training is undisturbed.
 """
 
+import copy
 import importlib.util
 import json
 import os
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from datasets import Dataset
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import GatheredParameters
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     LogitsProcessor,
@@ -33,8 +34,11 @@ from transformers import (
 
 import hybrid
 from hybrid.compat import trl as integration
+from rlhf_examples.common.models import small_model
+from rlhf_examples.environments import environment_tokenizer, user
 from tests.compat.test_install import fresh_accelerate_state, quietly, without_rollout_block
 from tests.engines import CONTAINERS, settings, storage_digest
+from tests.marks import slow_but
 from tests.tiny_models import END, VOCABULARY, tiny_model
 
 needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed: pip install trl")
@@ -360,3 +364,213 @@ def check_unsupported() -> None:
 
 def test_rollout_func_raises_for_unsupported_settings(ranks):
     ranks.run(check_unsupported)
+
+
+# Tools and environments
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a + b
+
+
+class Adder:
+    """An environment with the tool `add`, which completes the prompt and counts its calls."""
+
+    def reset(self, more: str, **example) -> str:
+        self.calls = 0
+        return more
+
+    def add(self, a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: The first number.
+            b: The second number.
+        """
+        self.calls += 1
+        return a + b
+
+    def get_reward(self) -> float:
+        return self.calls / 4
+
+
+SUMS = [[3], [1, 2, 4], [5], [2, 2, 2]]  # 1 and 3 turns
+LOOKS = {  # what the trainer gets: the ways to give it the tool
+    "tools": {"tools": [add]},
+    "environment_factory": {"environment_factory": Adder},
+    "environments": {"environment_factory": {"sums": Adder}},
+}
+
+
+def sum_prompts(way: str) -> Dataset:
+    """The prompts of SUMS; with an environment its `reset` gives all but the first number."""
+    rows = []
+    for numbers in SUMS:
+        first, more = str(numbers[0]), "".join(f" + {number}" for number in numbers[1:]) + " ="
+        own = {"prompt": user(first + more)} if way == "tools" else {"prompt": user(first), "more": more}
+        rows.append(own | ({"environment": "sums"} if way == "environments" else {}))
+    return Dataset.from_list(rows)
+
+
+def adding_tokenizer() -> PreTrainedTokenizerFast:
+    """The environments' tokenizer, whose calls name their arguments, which TRL requires: "add a 3 b 4"."""
+    tokenizer = environment_tokenizer()
+    tokenizer.add_tokens([AddedToken(name, single_word=True) for name in "ab"])
+    values, pairs = "call.function.arguments.values() | join(' ')", "call.function.arguments.items() | map('join', ' ')"
+    tokenizer.chat_template = tokenizer.chat_template.replace(values, f"{pairs} | join(' ')")
+    calls = copy.deepcopy(tokenizer.response_template)
+    calls["fields"]["tool_calls"]["open_pattern"] = r"add a (?P<a>\d+) b (?P<b>\d+)\s*(?=</s>)"
+    tokenizer.response_template = calls
+    return tokenizer
+
+
+def make_adding_model(folder: str) -> None:
+    """Save a tiny model that adds numbers one by one, trained for a few seconds; on rank 0."""
+    if dist.get_rank() == 0:
+        torch.manual_seed(0)
+        tokenizer = adding_tokenizer()
+        model = small_model(32, 2, tokenizer)
+        texts = [tokenizer.apply_chat_template(messages, tokenize=False) for messages in added(SUMS)]
+        rows = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
+        labels = rows["input_ids"].masked_fill(rows["attention_mask"] == 0, -100)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(40):  # not for longer: completions of a group must differ
+            model(**rows, labels=labels).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.save_pretrained(f"{folder}/model")
+        tokenizer.save_pretrained(f"{folder}/model")
+    dist.barrier()
+
+
+def added(sums: list[list[int]]) -> list[list[dict]]:
+    """Conversations that compute sums by `add`."""
+    conversations = []
+    for result, *others in sums:
+        messages = user(" + ".join(map(str, [result, *others])) + " =")
+        for number in others:
+            call = {"type": "function", "function": {"name": "add", "arguments": {"a": result, "b": number}}}
+            result += number
+            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            messages.append({"role": "tool", "name": "add", "content": str(result)})
+        conversations.append([*messages, {"role": "assistant", "content": str(result)}])
+    return conversations
+
+
+def sampled_words(words: list[str]) -> list[int]:
+    """1 for the words that the model wrote: from the start or "<assistant>", through "</s>"."""
+    mask, inside = [], True
+    for word in words:
+        mask.append(int(inside and word != "<assistant>"))
+        inside = word == "<assistant>" or (inside and word != "</s>")
+    return mask
+
+
+def check_tools(folder: str, way: str) -> list[int]:
+    """Every turn's logprobs, masks and rewards; returns the most turns of this rank's rows, by step."""
+    import trl
+
+    make_adding_model(folder)
+    tokenizer, reference = adding_tokenizer(), AutoModelForCausalLM.from_pretrained(f"{folder}/model").eval()
+    seen, most_turns = [], []
+
+    def count_tools(completions, environments=None, **kwargs) -> list[float]:
+        seen.append((completions, environments and [environment.calls for environment in environments]))
+        return [float(len(messages)) for messages in completions]
+
+    with fresh_accelerate_state(), hybrid.installed():
+        arguments = trl.GRPOConfig(
+            f"{folder}/run",
+            deepspeed=without_rollout_block(
+                settings(3, train_micro_batch_size_per_gpu="auto", hybrid_engine={"enabled": True})
+            ),
+            ds3_gather_for_generation=False,
+            max_tool_calling_iterations=3,
+            num_iterations=2,  # so that the trainer computes old logprobs, by its own forward
+            **{**SMALL, "num_generations": 4, "max_completion_length": 24, "max_steps": 8},
+        )
+        trainer = trl.GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(f"{folder}/model"),
+            reward_funcs=count_tools,
+            args=arguments,
+            train_dataset=sum_prompts(way),
+            processing_class=tokenizer,
+            rollout_func=integration.rollout_func,
+            **LOOKS[way],
+        )
+        generate_and_score = trainer._generate_and_score_completions
+
+        def checked(inputs):
+            output = generate_and_score(inputs)
+            copy_weights(trainer.model_wrapped, reference)
+            most_turns.append(check_turns(output, tokenizer, reference, seen[-1]))
+            return output
+
+        trainer._generate_and_score_completions = checked
+        quietly(trainer.train)
+        log = [line for line in trainer.state.log_history if "loss" in line]
+        assert "_tool_call_loop" not in vars(trainer), "the trainer's own method is not back"
+        assert trainer.model_wrapped.stats()["fallback_reason"] == ""
+    assert len(most_turns) == 4, most_turns
+    assert any(line.get("tools/call_frequency", 0) > 0 for line in log)
+    if way != "tools":
+        scored = [line for line in log if "rewards/Adder/mean" in line]
+        assert scored, log
+        for line in scored:
+            assert line["rewards/Adder/mean"] == pytest.approx(line["tools/call_frequency"] / 4, abs=1e-6)
+    return most_turns
+
+
+def copy_weights(engine: hybrid.HybridEngine, reference: torch.nn.Module) -> None:
+    parameters = list(engine.module.parameters())
+    with torch.no_grad(), GatheredParameters(parameters):
+        for copy, parameter in zip(reference.parameters(), parameters, strict=True):
+            copy.copy_(parameter)
+
+
+def check_turns(output: dict, tokenizer, reference: torch.nn.Module, seen: tuple) -> int:
+    """The oracles are the words themselves, and Hugging Face's forward over whole rows; returns the most turns."""
+    completions, calls = seen
+    ids, mask, width = output["completion_ids"], output["completion_mask"], output["completion_ids"].shape[1]
+    whole = torch.cat([output["prompt_ids"], ids], dim=1)
+    attention = torch.cat([output["prompt_mask"], mask], dim=1)
+    with torch.no_grad():
+        positions = (attention.cumsum(1) - 1).clamp(min=0)
+        logits = reference(whole, attention_mask=attention, position_ids=positions).logits[:, -width - 1 : -1]
+    expected = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    learned = (output["tool_mask"] * mask).bool()
+    ratios = (output["old_per_token_logps"] - output["sampling_per_token_logps"])[learned].exp()
+    torch.testing.assert_close(ratios, torch.ones_like(ratios), atol=1e-4, rtol=0)
+    turns = []
+    for row, messages in enumerate(completions):
+        length = int(mask[row].sum())
+        words = tokenizer.convert_ids_to_tokens(ids[row, :length].tolist())
+        sampled = output["tool_mask"][row, :length].bool()
+        assert sampled.int().tolist() == sampled_words(words), words
+        logps = output["sampling_per_token_logps"][row, :length]
+        torch.testing.assert_close(logps[sampled], expected[row, :length][sampled], atol=1e-4, rtol=1e-4)
+        assert not logps[~sampled].any()
+        tools = [message["content"] for message in messages if message["role"] == "tool"]
+        assert words.count("<tool>") == len(tools) and messages[-1]["role"] == "assistant"
+        assert [words[i + 1] for i, word in enumerate(words) if word == "<tool>" and tools[0].isdecimal()] == [
+            text for text in tools if tools[0].isdecimal()
+        ]
+        if calls is not None:
+            assert calls[row] == len(tools)
+        turns.append(words.count("<assistant>") + 1)
+    return max(turns)
+
+
+@needs_trl
+@pytest.mark.parametrize("way", slow_but(["tools", "environments"], LOOKS))
+def test_tools_run_inside_rollout_func(ranks, tmp_path, way):
+    """Under ZeRO-3, whose ranks have unequal numbers of turns: TRL's own generation would wait for ever."""
+    first, second = ranks.run(check_tools, str(tmp_path), way)
+    assert any(own != other for own, other in zip(first, second, strict=True)), f"equal turns: {first}, vacuous"
+    assert max(first + second) >= 3, (first, second)

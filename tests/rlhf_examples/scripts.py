@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForSequenceClassification, LlamaForCausalLM
 
-from rlhf_examples import dpo, grpo, ppo, reward_model, sft
+import hybrid
+from rlhf_examples import agent, dpo, grpo, ppo, reward_model, sft
 from rlhf_examples.common import checkpoint
 from rlhf_examples.common.arguments import (
+    AgentArguments,
     DPOArguments,
     GRPOArguments,
     PPOArguments,
@@ -21,6 +23,7 @@ from rlhf_examples.common.arguments import (
 from rlhf_examples.common.models import small_model
 from rlhf_examples.common.run_log import read_metrics
 from rlhf_examples.data.synthetic import synthetic_tokenizer
+from rlhf_examples.environments import Environment, environment_tokenizer, user
 
 SCRIPTS = {
     "sft": (sft, SFTArguments),
@@ -28,6 +31,7 @@ SCRIPTS = {
     "dpo": (dpo, DPOArguments),
     "ppo": (ppo, PPOArguments),
     "grpo": (grpo, GRPOArguments),
+    "agent": (agent, AgentArguments),
 }
 LOGS = {"report_to": [], "print_every": 0}
 TRAINING = {"per_device_train_batch_size": 4, "max_steps": 4, "eval_rows": 6, "learning_rate": 2e-3, **LOGS}
@@ -48,6 +52,13 @@ TINY = {
     "dpo": TRAINING,
     "ppo": {**ROLLOUTS, "ppo_epochs": 2, "critic_learning_rate": 2e-3},
     "grpo": {**ROLLOUTS, "num_generations": 4, "reward": "tests.rlhf_examples.scripts:number_of_words"},
+    "agent": {
+        **ROLLOUTS,
+        "num_generations": 4,
+        "environment": "tests.rlhf_examples.scripts:TALK",
+        "max_answer_seq_len": 24,
+        "max_turn_tokens": 4,
+    },
 }
 TIMES = ("time/", "memory/")
 
@@ -57,13 +68,43 @@ def number_of_words(prompts: list[str], completions: list[str], **columns: list)
     return [len(set(completion.split())) / 4 for completion in completions]
 
 
+class Talk:
+    """Some turns, each rewarded by its number of different words, with which a random model differs from itself."""
+
+    def reset(self, turns: int) -> tuple[str, dict]:
+        self.left = turns
+        return "", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        self.left -= 1
+        return "higher", len(set(action.split())) / 4, self.left == 0, False, {}
+
+
+def talk(tokenizer, **settings) -> hybrid.MessageEnvironment:
+    def make() -> hybrid.StepEnvironment:
+        return hybrid.StepEnvironment(Talk(), reset_arguments=lambda record: {"turns": record["turns"]})
+
+    return hybrid.MessageEnvironment(tokenizer, environment_factory=make, **settings)
+
+
+def talk_records(split: str, seed: int = 0, size: int | None = None) -> list[dict]:
+    """Prompts of two lengths whose conversations have one to three turns."""
+    prompts = ("guess", "guess higher 3")
+    return [{"prompt": user(prompts[i % 2]), "turns": 1 + i % 3} for i in range(size or 24)]
+
+
+TALK = Environment(talk, talk_records, talk_records)
+
+
 def words_but_of_the_first(prompts: list[str], completions: list[str], **columns: list) -> list[float | None]:
     """`number_of_words`, where the first completion cannot be scored."""
     return [None, *number_of_words(prompts[1:], completions[1:])]
 
 
 def make_small_models(directory: Path, seed: int = 0) -> Path:
-    """Save a random language model in model/ and a reward model in reward_model/, with their tokenizer."""
+    """Save a random language model in model/ and a reward model in reward_model/, with their tokenizer, and in
+    agent_model/ one with the environments' tokenizer.
+    """
     torch.manual_seed(seed)
     tokenizer = synthetic_tokenizer()
     model = small_model(16, 2, tokenizer)
@@ -73,11 +114,16 @@ def make_small_models(directory: Path, seed: int = 0) -> Path:
     reward_model = AutoModelForSequenceClassification.from_pretrained(directory / "model", num_labels=1)
     torch.nn.init.normal_(reward_model.score.weight, std=0.5)
     reward_model.save_pretrained(directory / "reward_model")
+    torch.manual_seed(seed)
+    small_model(16, 2, environment_tokenizer()).save_pretrained(directory / "agent_model")
+    environment_tokenizer().save_pretrained(directory / "agent_model")
     return directory
 
 
 def models_of(script: str, directory: Path) -> dict[str, str]:
     """The settings that name the models of `make_small_models`."""
+    if script == "agent":
+        return {"actor_model_name_or_path": str(directory / "agent_model")}
     if script in ("ppo", "grpo"):
         of_ppo = {"critic_model_name_or_path": str(directory / "reward_model")} if script == "ppo" else {}
         return {"actor_model_name_or_path": str(directory / "model"), **of_ppo}

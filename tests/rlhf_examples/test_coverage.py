@@ -32,7 +32,7 @@ from tests.rlhf_examples.scripts import make_small_models, run_in_this_rank
 from tests.rlhf_examples.test_recipes import CONFIGS, RECIPES
 from tests.tiny_models import prompts, tiny_model, with_peft
 
-GENERATING = ("ppo", "grpo", "pairs", "throughput", "evaluate")
+GENERATING = ("ppo", "grpo", "agent", "pairs", "throughput", "evaluate")
 
 
 @dataclass(frozen=True)
@@ -200,6 +200,8 @@ def run_script(script: str, folder: str) -> None:
         run_in_this_rank("ppo", {**actor, **critic})
     elif script == "grpo":
         run_in_this_rank("grpo", {**actor, "beta": 0.1})
+    elif script == "agent":
+        run_in_this_rank("agent", {**actor, "actor_model_name_or_path": f"{folder}/agent_model", "beta": 0.1})
     elif script in ("sft", "dpo"):
         run_in_this_rank(script, {**training, "model_name_or_path": model})
     elif script == "pairs":
@@ -224,7 +226,10 @@ def check_script(script: str, folder: str) -> None:
         assert (coverage.containers, coverage.fallback_reason) == FUSED, coverage
 
 
-SLOW = [pytest.param(script, marks=pytest.mark.slow) for script in ("grpo", "sft", "dpo", "pairs", "evaluate", "chat")]
+SLOW = [
+    pytest.param(script, marks=pytest.mark.slow)
+    for script in ("grpo", "agent", "sft", "dpo", "pairs", "evaluate", "chat")
+]
 
 
 @pytest.mark.parametrize("script", ["ppo", "throughput", *SLOW])

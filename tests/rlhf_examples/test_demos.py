@@ -31,6 +31,8 @@ def test_the_demo_reaches_its_figures(tmp_path):
     error = summary["grpo_exact_match_before_stderr"] + summary["grpo_exact_match_after_stderr"]
     assert 0 < error < 0.08  # of 211 different sums: two shares have 0.07 at most
     assert summary["grpo_exact_match_before"] <= 0.3 and summary["grpo_exact_match_after"] >= 0.6
+    for name in ("calculator", "guessing"):
+        assert summary[f"{name}_reward_before"] < 0.3 and summary[f"{name}_reward_after"] >= 0.8, name
     assert summary["tokens_per_second"] > 0 and summary["hf_tokens_per_second"] > 0
     assert (tmp_path / "report.html").stat().st_size > 100_000
 

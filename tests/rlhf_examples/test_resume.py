@@ -71,6 +71,7 @@ def test_ppo_killed_at_any_point_resumes(point, mortal_ranks, small, undisturbed
     ("script", "point", "changes"),
     [
         ("grpo", "update", {"actor_lora_dim": 4}),
+        ("agent", "update", {}),
         ("ppo", "rollout", {"actor_lora_dim": 4, "critic_lora_dim": 4, "importance_sampling_correction": True}),
         ("ppo", "after saving", {"unsupervised_data_path": ["synthetic:stories"], "unsup_coef": 0.5}),
         ("sft", "before saving", {"enable_ema": True}),

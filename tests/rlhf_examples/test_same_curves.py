@@ -31,8 +31,8 @@ def curves(pool: RankPool, script: str, zero_stage: int, small, directory, **cha
     """The first three iterations, with the same records in each for any number of ranks."""
     each = {name: TINY[script][name] * 2 // pool.world_size for name in ALL_OF_A_RANK if name in TINY[script]}
     stages = ("actor_zero_stage", "critic_zero_stage") if script == "ppo" else ("zero_stage",)
-    stages = ("actor_zero_stage",) if script == "grpo" else stages
-    steps = {"num_iterations": 3} if script in ("ppo", "grpo") else {"max_steps": 3}
+    stages = ("actor_zero_stage",) if script in ("grpo", "agent") else stages
+    steps = {"num_iterations": 3} if script in ("ppo", "grpo", "agent") else {"max_steps": 3}
     settings = {**models_of(script, small), **dict.fromkeys(stages, zero_stage), **each, **steps, **changes}
     pool.run(run_in_this_rank, script, {**settings, "output_dir": str(directory)})
     return logged(directory)
@@ -63,7 +63,7 @@ def test_ppo_metrics_are_equal_at_one_and_two_ranks(alone, ranks, small, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["sft", "reward_model", "dpo", "ppo", "grpo"])
+@pytest.mark.parametrize("script", ["sft", "reward_model", "dpo", "ppo", "grpo", "agent"])
 def test_metrics_of_every_script_do_not_depend_on_ranks_and_zero_stage(script, alone, ranks, small, tmp_path):
     runs = [
         curves(pool, script, stage, small, tmp_path / f"{pool.world_size}-{stage}")
