@@ -38,12 +38,12 @@ from rlhf_examples.common.losses import (
 )
 from rlhf_examples.common.measures import Phases, flops_metrics, scores_by_source
 from rlhf_examples.common.models import load_tokenizer, require_model
+from rlhf_examples.common.overlapped_rewards import note_reward_models
 from rlhf_examples.common.ranks import over_ranks, seed_everything, sums_over_ranks
 from rlhf_examples.common.rollouts import (
     Experience,
     Numerics,
     completion_metrics,
-    decode_completions,
     loss_weights,
     optimizer_steps,
     training_logps,
@@ -86,6 +86,7 @@ def run(args: GRPOArguments) -> Metrics:
     before = evaluation.before_training(directory, resumed=done > 0)
     best.check(before["metrics"])
     log = start_log(args, "GRPO", BAR, args.num_iterations, done)
+    note_reward_models(log, rewards, args.overlap_rewards)
     if not done:
         evaluation.evaluate_and_log(log, 0, before)
 
@@ -122,7 +123,7 @@ def grpo_iteration(
             )
         else:
             next_prompts = prompts.next(args.per_device_generation_batch_size * dist.get_world_size())
-            groups = next_groups(policy, tokenizer, next_prompts, 0, iteration, args)
+            groups = next_groups(policy, tokenizer, next_prompts, 0, iteration, args, rewards)
         batch = groups.batch
         phases.end("rollout")
         old_logps = None if args.importance_sampling_correction else actor.old_logps(batch)
@@ -133,9 +134,8 @@ def grpo_iteration(
         old_logps = training_logps(policy, batch, args)
         phases.end("old_logps")
     if not args.dynamic_sampling:
-        groups = replace(
-            groups, scores=rewards.scores_by_name(batch, groups.prompts, decode_completions(tokenizer, batch))
-        )
+        groups = replace(groups, scores=groups.overlapped.scores_by_name(batch))
+        sampling_metrics = groups.overlapped.metrics()
     scores = groups.scores[rewards.name]
     phases.end("rewards")
     learned = ~scores.isnan()

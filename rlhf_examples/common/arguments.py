@@ -235,6 +235,11 @@ class RolloutArguments(RunArguments):
     reward_weights: list[float] = list_arg([], "weight of each reward in their sum; empty: 1 for each")
     reward_timeout_s: float = arg(60.0, "timeout of an attempt of an async reward function or a server, in seconds")
     reward_retries: int = arg(2, "retries after a failed attempt")
+    overlap_rewards: bool = arg(
+        True,
+        "run reward functions in a thread while other completions decode, with all completions of a prompt in a call; "
+        "false: with the whole rollout, after it, for functions that compare completions of different prompts",
+    )
     eval_reward: list[str] = list_arg([], "as reward, but only for held-out completions in evaluations")
     stop_token_ids: list[int] = list_arg([], "end tokens in addition to the model's own")
     max_prompt_seq_len: int = arg(256, "maximum prompt length in tokens; longer prompts are left out and counted")
