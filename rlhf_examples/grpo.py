@@ -39,6 +39,7 @@ from rlhf_examples.common.losses import (
 from rlhf_examples.common.measures import Phases, flops_metrics, scores_by_source
 from rlhf_examples.common.models import load_tokenizer, require_model
 from rlhf_examples.common.overlapped_rewards import note_reward_models
+from rlhf_examples.common.partial_rollouts import PartialRollouts
 from rlhf_examples.common.ranks import over_ranks, seed_everything, sums_over_ranks
 from rlhf_examples.common.rollouts import (
     Experience,
@@ -79,7 +80,8 @@ def run(args: GRPOArguments) -> Metrics:
     rewards = load_rewards(args.reward, args.reward_weights, args, args.offload_reference_model)
 
     prompts, best = RowStream(examples, args.seed), BestModel.from_args(args)
-    parts = {"prompts": prompts, "best": best, **actor.checkpoint_parts()}
+    partial = PartialRollouts() if args.partial_rollout else None
+    parts = {"prompts": prompts, "best": best, "partial_rollouts": partial, **actor.checkpoint_parts()}
     checkpoints = Checkpoints(directory / CHECKPOINTS, {"policy": actor.policy}, parts, args.keep_last)
     done = checkpoints.load_latest() if args.resume else 0
     evaluation = Evaluation.load(actor.policy, tokenizer, held_out, rewards, args)
@@ -91,7 +93,7 @@ def run(args: GRPOArguments) -> Metrics:
         evaluation.evaluate_and_log(log, 0, before)
 
     def iterate(iteration: int) -> Metrics:
-        return grpo_iteration(actor, rewards, tokenizer, prompts, iteration, args)
+        return grpo_iteration(actor, rewards, tokenizer, prompts, iteration, args, partial)
 
     metrics, last = train_iterations(iterate, actor, evaluation, checkpoints, best, log, done, args)
     after = evaluation.after_training(log, before, last)
@@ -109,15 +111,19 @@ def grpo_iteration(
     prompts: RowStream,
     iteration: int,
     args: GRPOArguments,
+    partial: PartialRollouts | None = None,
 ) -> Metrics:
     """One iteration: roll out groups of completions of the next prompts, score them, update the policy; returns
     metrics.
 
+    partial: groups that earlier iterations have begun, for `partial_rollout`.
     Expects the policy in eval mode and leaves it in train mode.
     """
     phases, policy, sampling_metrics = Phases(), actor.policy, {}
     with policy.inference():
-        if args.dynamic_sampling:
+        if partial is not None:
+            groups, sampling_metrics = partial.next_groups(policy, rewards, tokenizer, prompts, iteration, phases, args)
+        elif args.dynamic_sampling:
             groups, sampling_metrics = dynamic_sampling_groups(
                 policy, rewards, tokenizer, prompts, iteration, phases, args
             )
@@ -133,7 +139,7 @@ def grpo_iteration(
     if args.importance_sampling_correction:  # from the training forward: `score` would be the sampler's own logprobs
         old_logps = training_logps(policy, batch, args)
         phases.end("old_logps")
-    if not args.dynamic_sampling:
+    if groups.overlapped is not None and not groups.scores:
         groups = replace(groups, scores=groups.overlapped.scores_by_name(batch))
         sampling_metrics = groups.overlapped.metrics()
     scores = groups.scores[rewards.name]
