@@ -25,6 +25,7 @@ PARTIAL = {
     "per_device_generation_batch_size": 2,
     "over_sampling_batch_size": 4,
     "max_answer_seq_len": 40,
+    "stop_token_ids": list(range(20, 26)),  # so that lengths differ
     "num_mini_batches": 1,
 }
 
@@ -47,7 +48,7 @@ class Checked(PartialRollouts):
         stale = (batch.completion_mask.bool() & ~own).sum(dim=1).tolist()
         for row, count in enumerate(stale):
             self.check_begun(batch, row, count)
-        self.stale += sum(stale)
+        self.mixed += sum(0 < count < int(mask.sum()) for count, mask in zip(stale, batch.completion_mask, strict=True))
         if (left := self.unfinished) is not None:
             mask = torch.cat([left.prompt_mask, left.completion_mask], dim=1)
             own = (left.weight_versions == batch.weight_version) & left.completion_mask.bool()
@@ -92,7 +93,7 @@ def check_iterations(directory, changes: dict) -> None:
     examples, _ = load_examples("grpo", EMBEDDED, "prompt", args.max_prompt_seq_len, tokenizer, args)
     actor, prompts = Actor.load(args, 5, needs_reference=False), RowStream(examples, args.seed)
     rewards, partial = load_rewards(args.reward, [], args), Checked()
-    partial.used, partial.stopped, partial.stale = Counter(), {}, 0
+    partial.used, partial.stopped, partial.mixed = Counter(), {}, 0
     dropped, stale_tokens = 0, []
     for iteration in range(1, 6):
         actor.policy.eval()
@@ -103,6 +104,7 @@ def check_iterations(directory, changes: dict) -> None:
             assert rewards_differ(rewards.last_scores[rewards.name], 4).all()
         assert metrics["loss"] == metrics["loss"], "not finite"
     assert stale_tokens[0] == 0 and max(stale_tokens) > 0, "no completion went on under other weights"
+    assert partial.mixed and partial.stopped, "no completion has tokens of two weights"
     left = [group.prompt["prompt"] for group in [*partial.open.values(), *partial.ready]]
     assert len(partial.numbers) == sum(4 - len(group) for group in partial.open.values())
     every_rank = gather_objects((partial.used, Counter(left)))
