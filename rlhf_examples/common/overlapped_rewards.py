@@ -89,8 +89,8 @@ class OverlappedRewards:
 
         Raises what a reward function has raised.
         """
-        self.add(batch)
         start = time.perf_counter()
+        self.add(batch)
         for call in self._calls:
             call.result()
         self._worker.shutdown()
