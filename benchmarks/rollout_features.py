@@ -4,8 +4,8 @@
     torchrun --nproc_per_node=1 -m benchmarks.rollout_features partial --shape 125M
 
 turns: the time to the first token of a conversation's second turn, and the share of its tokens that are computed.
-partial: tokens of finished rows per second of decoding, where a rollout stops once a share of its rows is done and the
-rest goes on in the next one; the lengths are natural ones, of a few tokens to the limit.
+partial: tokens of finished rows per second in the steady state, where a rollout stops once a share of its rows is done
+and the rest goes on in the next one; the lengths are lognormal, and the longest is eight times the median.
 Prints medians, the least and the most, and ratios; times of other machines cannot be compared with these.
 """
 
@@ -15,6 +15,7 @@ import io
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -95,36 +96,64 @@ def measure_turns(shape: str, rows: int, prompt: int, new: int, repetitions: int
         engine.destroy()
 
 
-def measure_partial(shape: str, rows: int, prompt: int, new: int, repetitions: int, share: float) -> None:
-    """Rollouts that stop once `share` of `rows` rows are done, and go on with the rest in the next; against whole
-    ones. Lengths are lognormal, around an eighth of `new`."""
-    vocabulary = SHAPES[shape][-1]
-    engine = engine_of(shape)
-    sampling = hybrid.SamplingParams(max_new_tokens=new)
-    generator = torch.Generator().manual_seed(1)
+class LogNormalRows:
+    """Rollouts of `rows` rows with natural lengths: lognormal, `new` / 8 in the median and `new` at most.
 
-    def prompts(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        ids = torch.randint(10, vocabulary, (count, prompt), generator=generator)
-        lengths = torch.empty(count).log_normal_(mean=torch.tensor(new / 8).log().item(), std=1.0, generator=generator)
-        return ids, torch.ones_like(ids), lengths.long().clamp(1, new)
+    share: of the rows; a rollout stops once it is done, and the rest goes on in the next one. None: whole rollouts.
+    """
 
-    def rate(partial: bool, iterations: int = 6) -> float:
-        """Tokens of finished rows per second."""
-        unfinished, finished = None, 0
+    def __init__(
+        self, engine: hybrid.HybridEngine, vocabulary: int, rows: int, prompt: int, new: int, share: float | None
+    ):
+        self.engine, self.vocabulary, self.rows, self.prompt, self.new = engine, vocabulary, rows, prompt, new
+        self.stop_after = None if share is None else hybrid.StopAfter(rows=int(share * rows))
+        self.generator, self.unfinished = torch.Generator().manual_seed(1), None
+        self.prefill_s, self.decode_s = 0.0, 0.0
+
+    def iteration(self) -> int:
+        """Roll out once; returns the tokens of the rows that are done, those of earlier rollouts included."""
+        count = self.rows - (0 if self.unfinished is None else len(self.unfinished))
+        ids = torch.randint(10, self.vocabulary, (count, self.prompt), generator=self.generator)
+        median = torch.tensor(self.new / 8)
+        lengths = torch.empty(count).log_normal_(mean=median.log().item(), std=1.0, generator=self.generator)
+        batch = self.engine.rollout(
+            ids,
+            torch.ones_like(ids),
+            hybrid.SamplingParams(max_new_tokens=self.new),
+            max_new_tokens=lengths.long().clamp(1, self.new),
+            stop_after=self.stop_after,
+            resume=self.unfinished,
+        )
+        self.unfinished = batch.unfinished
+        self.prefill_s += batch.timings["prefill_s"]
+        self.decode_s += batch.timings["decode_s"]
+        self.engine.mark_weights_changed()  # as a step would
+        return int(batch.completion_mask.sum())
+
+    def rate(self, iterations: int) -> float:
+        """Tokens of finished rows per second; goes on from the iterations before."""
         start = time.perf_counter()
-        for _ in range(iterations):
-            ids, mask, limits = prompts(rows - (0 if unfinished is None else len(unfinished)))
-            stop = hybrid.StopAfter(rows=int(share * rows)) if partial else None
-            batch = engine.rollout(ids, mask, sampling, max_new_tokens=limits, stop_after=stop, resume=unfinished)
-            finished += int(batch.completion_mask.sum())
-            unfinished = batch.unfinished
-            engine.mark_weights_changed()  # as a step would
+        finished = sum(self.iteration() for _ in range(iterations))
         return finished / (time.perf_counter() - start)
 
-    ways = {"whole rollouts": lambda: rate(False), f"stop at {share:.0%}": lambda: rate(True)}
+
+def measure_partial(
+    shape: str, rows: int, prompt: int, new: int, repetitions: int, share: float, iterations: int
+) -> None:
+    """Rollouts that stop once `share` of `rows` rows are done, and go on with the rest in the next; against whole
+    ones. After `iterations` rollouts of each, the shares of new and old rows are steady."""
+    engine, vocabulary = engine_of(shape), SHAPES[shape][-1]
+    of_ways = {
+        name: LogNormalRows(engine, vocabulary, rows, prompt, new, stops)
+        for name, stops in {"whole rollouts": None, f"stop at {share:.0%}": share}.items()
+    }
+    ways = {name: partial(of_way.rate, iterations) for name, of_way in of_ways.items()}
     in_turns(ways, 1)
     measured = in_turns(ways, repetitions)
     report(f"partial: {shape}, {rows} rows, up to {new} tokens", "tokens/s", measured, more_is_better=True)
+    for name, of_way in of_ways.items():
+        prefill = of_way.prefill_s / (of_way.prefill_s + of_way.decode_s)
+        print_on_rank_0(f"  {name:24} {100 * prefill:9.1f} % of the model's time in prefill")
     engine.destroy()
 
 
@@ -138,6 +167,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, help="tokens of a completion; default: 64 for turns, 512 for partial")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--share", type=float, default=0.75, help="of the rows, after which a partial rollout stops")
+    parser.add_argument("--iterations", type=int, default=8, help="rollouts of a measurement, for partial")
     arguments = parser.parse_args()
     start_ranks()
     turns = arguments.what == "turns"
@@ -147,7 +177,7 @@ def main() -> None:
     if turns:
         measure_turns(*sizes)
     else:
-        measure_partial(*sizes, arguments.share)
+        measure_partial(*sizes, arguments.share, arguments.iterations)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from rlhf_examples.common.trackers import Metrics
 from rlhf_examples.data.examples import Examples, RowStream
 from rlhf_examples.data.texts import LeftOut
 from rlhf_examples.environments import Records, load_environment
-from rlhf_examples.grpo import BAR, learn, window_logps
+from rlhf_examples.grpo import BAR, learn, window_logps, with_training_logps
 
 
 def main() -> None:
@@ -90,6 +90,7 @@ def agent_iteration(actor: Actor, games: "Games", prompts: RowStream, iteration:
         batch, episodes = games.play(policy, own, params, args.num_generations)
         phases.end("rollout")
         logps = window_logps(actor, batch, phases, args)
+    logps = with_training_logps(policy, batch, *logps, phases, args)
     scores = scores_of(batch, episodes)
     phases.end("rewards")
     metrics = tool_metrics(episodes, len(scores))

@@ -38,12 +38,13 @@ from rlhf_examples.common.losses import (
 )
 from rlhf_examples.common.measures import Phases, flops_metrics, scores_by_source
 from rlhf_examples.common.models import load_tokenizer, require_model
+from rlhf_examples.common.overlapped_rewards import note_reward_models
+from rlhf_examples.common.partial_rollouts import PartialRollouts
 from rlhf_examples.common.ranks import over_ranks, seed_everything, sums_over_ranks
 from rlhf_examples.common.rollouts import (
     Experience,
     Numerics,
     completion_metrics,
-    decode_completions,
     loss_weights,
     optimizer_steps,
     training_logps,
@@ -79,18 +80,20 @@ def run(args: GRPOArguments) -> Metrics:
     rewards = load_rewards(args.reward, args.reward_weights, args, args.offload_reference_model)
 
     prompts, best = RowStream(examples, args.seed), BestModel.from_args(args)
-    parts = {"prompts": prompts, "best": best, **actor.checkpoint_parts()}
+    partial = PartialRollouts() if args.partial_rollout else None
+    parts = {"prompts": prompts, "best": best, "partial_rollouts": partial, **actor.checkpoint_parts()}
     checkpoints = Checkpoints(directory / CHECKPOINTS, {"policy": actor.policy}, parts, args.keep_last)
     done = checkpoints.load_latest() if args.resume else 0
     evaluation = Evaluation.load(actor.policy, tokenizer, held_out, rewards, args)
     before = evaluation.before_training(directory, resumed=done > 0)
     best.check(before["metrics"])
     log = start_log(args, "GRPO", BAR, args.num_iterations, done)
+    note_reward_models(log, rewards, args.overlap_rewards)
     if not done:
         evaluation.evaluate_and_log(log, 0, before)
 
     def iterate(iteration: int) -> Metrics:
-        return grpo_iteration(actor, rewards, tokenizer, prompts, iteration, args)
+        return grpo_iteration(actor, rewards, tokenizer, prompts, iteration, args, partial)
 
     metrics, last = train_iterations(iterate, actor, evaluation, checkpoints, best, log, done, args)
     after = evaluation.after_training(log, before, last)
@@ -108,28 +111,32 @@ def grpo_iteration(
     prompts: RowStream,
     iteration: int,
     args: GRPOArguments,
+    partial: PartialRollouts | None = None,
 ) -> Metrics:
     """One iteration: roll out groups of completions of the next prompts, score them, update the policy; returns
     metrics.
 
+    partial: groups that earlier iterations have begun, for `partial_rollout`.
     Expects the policy in eval mode and leaves it in train mode.
     """
     phases, policy, sampling_metrics = Phases(), actor.policy, {}
     with policy.inference():
-        if args.dynamic_sampling:
+        if partial is not None:
+            groups, sampling_metrics = partial.next_groups(policy, rewards, tokenizer, prompts, iteration, phases, args)
+        elif args.dynamic_sampling:
             groups, sampling_metrics = dynamic_sampling_groups(
                 policy, rewards, tokenizer, prompts, iteration, phases, args
             )
         else:
             next_prompts = prompts.next(args.per_device_generation_batch_size * dist.get_world_size())
-            groups = next_groups(policy, tokenizer, next_prompts, 0, iteration, args)
+            groups = next_groups(policy, tokenizer, next_prompts, 0, iteration, args, rewards)
         batch = groups.batch
         phases.end("rollout")
         logps = window_logps(actor, batch, phases, args)
-    if not args.dynamic_sampling:
-        groups = replace(
-            groups, scores=rewards.scores_by_name(batch, groups.prompts, decode_completions(tokenizer, batch))
-        )
+    logps = with_training_logps(policy, batch, *logps, phases, args)  # before the rewards, which it overlaps
+    if groups.overlapped is not None and not groups.scores:
+        groups = replace(groups, scores=groups.overlapped.scores_by_name(batch))
+        sampling_metrics = groups.overlapped.metrics()
     scores = groups.scores[rewards.name]
     phases.end("rewards")
     learned = ~scores.isnan()
@@ -155,10 +162,27 @@ def window_logps(
     return old_logps, ref_logps
 
 
+def with_training_logps(
+    policy: hybrid.HybridEngine,
+    batch: hybrid.RolloutBatch,
+    old_logps: torch.Tensor | None,
+    ref_logps: torch.Tensor | None,
+    phases: Phases,
+    args: GRPOArguments,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The logprobs of `window_logps`, with those of the training forward where it left the old ones out: `score` would
+    give the sampler's own.
+    """
+    if old_logps is None:
+        old_logps = training_logps(policy, batch, args)
+        phases.end("old_logps")
+    return old_logps, ref_logps
+
+
 def learn(
     actor: Actor,
     batch: hybrid.RolloutBatch,
-    old_logps: torch.Tensor | None,
+    old_logps: torch.Tensor,
     ref_logps: torch.Tensor | None,
     scores: torch.Tensor,
     learned: torch.Tensor,
@@ -168,12 +192,9 @@ def learn(
 ) -> Metrics:
     """Update the policy on this rank's scored completions, padded to the widths of all ranks; returns metrics.
 
-    old_logps, ref_logps: as in `window_logps`.  scores, learned: as in `make_experience`.
+    old_logps, ref_logps: float32 [rows, completion].  scores, learned: as in `make_experience`.
     """
     policy = actor.policy
-    if old_logps is None:  # from the training forward: `score` would be the sampler's own logprobs
-        old_logps = training_logps(policy, batch, args)
-        phases.end("old_logps")
     experience, metrics = make_experience(batch, old_logps, ref_logps, scores, learned, args)
     experience = experience.all_gather(args.num_generations)
     phases.end("advantages")

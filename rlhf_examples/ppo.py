@@ -41,6 +41,7 @@ from rlhf_examples.common.losses import (
 )
 from rlhf_examples.common.measures import Phases, TrainingFlops, flops_metrics, scores_by_source
 from rlhf_examples.common.models import load_tokenizer, load_value_model, require_model
+from rlhf_examples.common.overlapped_rewards import OverlappedRewards, note_reward_models
 from rlhf_examples.common.pretraining import PretrainingTexts
 from rlhf_examples.common.ranks import over_ranks, rank_share, seed_everything, sums_over_ranks
 from rlhf_examples.common.rollouts import (
@@ -48,7 +49,6 @@ from rlhf_examples.common.rollouts import (
     Numerics,
     Row,
     completion_metrics,
-    decode_completions,
     forward_batch_size,
     loss_weights,
     optimizer_steps,
@@ -93,6 +93,7 @@ def run(args: PPOArguments) -> Metrics:
     before = evaluation.before_training(directory, resumed=done > 0)
     best.check(before["metrics"])
     log = start_log(args, "PPO", BAR, args.num_iterations, done)
+    note_reward_models(log, models.rewards, args.overlap_rewards and bool(args.reward))
     if not done:
         evaluation.evaluate_and_log(log, 0, before)
 
@@ -175,7 +176,9 @@ def ppo_iteration(
     phases, policy = Phases(), models.actor.policy
     with policy.inference():
         params = sampling(args, sampling_seed(args.seed, iteration))
-        batch = roll_out(policy, tokenizer, prompts, rank_row_ids(len(prompts)), params)
+        rewards = OverlappedRewards(models.rewards, tokenizer, prompts, overlaps=args.overlap_rewards)
+        row_ids = rank_row_ids(len(prompts))
+        batch = roll_out(policy, tokenizer, prompts, row_ids, params, on_rows=rewards.on_rows)
         phases.end("rollout")
         old_logps = None if args.importance_sampling_correction else models.actor.old_logps(batch)
         phases.end("old_logps")
@@ -184,9 +187,7 @@ def ppo_iteration(
     if args.importance_sampling_correction:  # from the training forward: `score` would be the sampler's own logprobs
         old_logps = training_logps(policy, batch, args)
         phases.end("old_logps")
-    experience, metrics = make_experience(
-        models, tokenizer, batch, prompts, old_logps, ref_logps, kl_ctl.value, args, phases
-    )
+    experience, metrics = make_experience(models, rewards, batch, old_logps, ref_logps, kl_ctl.value, args, phases)
     experience = experience.all_gather()
     phases.end("advantages")
     policy.train()
@@ -210,9 +211,8 @@ def ppo_iteration(
 
 def make_experience(
     models: Models,
-    tokenizer: PreTrainedTokenizerBase,
+    rewards: OverlappedRewards,
     batch: hybrid.RolloutBatch,
-    prompts: list[Row],
     old_logps: torch.Tensor,
     ref_logps: torch.Tensor,
     kl_coef: float,
@@ -222,7 +222,8 @@ def make_experience(
     """Score this rank's completions and compute their values and advantages; returns the experience, and metrics of
     all ranks.
 
-    old_logps, ref_logps float32 [rows, completion].  phases: the timer of the iteration; ends `values` and `rewards`.
+    rewards: those of `batch`.  old_logps, ref_logps float32 [rows, completion].
+    phases: the timer of the iteration; ends `values` and `rewards`.
     A completion that could not be scored is masked out of the loss.
     """
     completion_mask, width = batch.completion_mask, batch.completion_mask.shape[1]
@@ -230,16 +231,16 @@ def make_experience(
         rows = forward_batch_size(args, batch.sequences.shape[1])
         values = frozen_values(models.critic, batch.sequences, batch.attention_mask, rows)[:, -width - 1 : -1]
     phases.end("values")
-    raw_scores = models.rewards(batch, prompts, decode_completions(tokenizer, batch))
+    raw_scores = rewards.scores_by_name(batch)[models.rewards.name]
     phases.end("rewards")
     learned = ~raw_scores.isnan()
     mask = completion_mask * learned[:, None]
     has_eos = torch.tensor([reason == "stop" for reason in batch.finish_reason], device=values.device)
     scores = raw_scores.clamp(-args.clip_reward, args.clip_reward) - args.missing_eos_penalty * ~has_eos
-    rewards = shaped_rewards(scores, old_logps, ref_logps, mask, kl_coef)
+    token_rewards = shaped_rewards(scores, old_logps, ref_logps, mask, kl_coef)
     if args.whiten_rewards:
-        rewards = masked_whiten(rewards, mask, shift_mean=False, over_ranks=over_ranks)
-    advantages, returns = advantages_and_returns(rewards, values, mask, args.gamma, args.lam)
+        token_rewards = masked_whiten(token_rewards, mask, shift_mean=False, over_ranks=over_ranks)
+    advantages, returns = advantages_and_returns(token_rewards, values, mask, args.gamma, args.lam)
     weights, weight_metrics = loss_weights(old_logps, batch.sampling_per_token_logps, completion_mask, args)
     experience = Experience(
         sequences=batch.sequences,
@@ -278,7 +279,8 @@ def make_experience(
         "completions/ref_nll": sums["ref_nll"] / sums["tokens"],  # per token; rises when the text degenerates
         "val/var_explained": explained_variance(values, returns, mask, over_ranks),
         **models.rewards.metrics(),
-        **scores_by_source(prompts, raw_scores, args.data_path),
+        **rewards.metrics(),
+        **scores_by_source(rewards.prompts, raw_scores, args.data_path),
         **completion_metrics(batch),
         **weight_metrics,
     }

@@ -26,6 +26,7 @@ from rlhf_examples.grpo import EMBEDDED, make_experience, update
 # Arguments of `grpo.py` that these steps do not follow.
 OF_GRPO_ALONE = (
     "dynamic_sampling",
+    "partial_rollout",
     "importance_sampling_correction",
     "soft_punish_cache",
     "save_every",

@@ -247,6 +247,11 @@ class RolloutArguments(RunArguments):
     reward_weights: list[float] = list_arg([], "weight of each reward in their sum; empty: 1 for each")
     reward_timeout_s: float = arg(60.0, "timeout of an attempt of an async reward function or a server, in seconds")
     reward_retries: int = arg(2, "retries after a failed attempt")
+    overlap_rewards: bool = arg(
+        True,
+        "run reward functions in a thread while other completions decode, with all completions of a prompt in a call; "
+        "false: with the whole rollout, after it, for functions that compare completions of different prompts",
+    )
     eval_reward: list[str] = list_arg([], "as reward, but only for held-out completions in evaluations")
     stop_token_ids: list[int] = list_arg([], "end tokens in addition to the model's own")
     max_prompt_seq_len: int = arg(256, "maximum prompt length in tokens; longer prompts are left out and counted")
@@ -409,6 +414,14 @@ class GRPOArguments(RolloutArguments):
         False, "drop groups whose rewards are all equal, and roll out the next prompts instead (DAPO)"
     )
     max_num_gen_batches: int = arg(10, "maximum rollouts per iteration with dynamic_sampling")
+    partial_rollout: bool = arg(
+        False,
+        "end a rollout once enough groups are done; the other completions go on in the next one, under its weights "
+        "(needs importance_sampling_correction)",
+    )
+    over_sampling_batch_size: int = arg(
+        0, "prompts per rank in flight with partial_rollout; 0: half as many again as per_device_generation_batch_size"
+    )
     mask_truncated_completions: bool = arg(False, "mask completions without an end token out of the loss")
     soft_punish_cache: int = arg(
         0,
@@ -432,6 +445,9 @@ class GRPOArguments(RolloutArguments):
             max_num_gen_batches=(1, None),
             soft_punish_cache=(0, self.max_answer_seq_len),
         )
+        require_partial_rollout(self)
+        if self.partial_rollout and not self.over_sampling_batch_size:
+            self.over_sampling_batch_size = -(-3 * self.per_device_generation_batch_size // 2)
 
 
 @dataclass
@@ -584,6 +600,33 @@ class RewardServerArguments:
     port: int = arg(8765, "port to listen on; 0: a free one")
     address_file: str = arg("", "file to write the server's address to once it listens; empty: none")
     parent_pid: int = arg(0, "exit when this parent process ends; 0: never")
+
+
+def require_partial_rollout(args: GRPOArguments) -> None:
+    """Raises ValueError for partial rollouts without what they need, or for their settings without them."""
+    given, least = args.over_sampling_batch_size, args.per_device_generation_batch_size
+    if not args.partial_rollout:
+        if given:
+            raise ValueError(
+                f"over_sampling_batch_size: {given} given with partial_rollout: false; give true, or leave it out"
+            )
+        return
+    if not args.importance_sampling_correction:
+        raise ValueError(
+            "partial_rollout: true given with importance_sampling_correction: false; completions then have tokens of "
+            "older weights, and the loss must be weighted by the ratio of trainer and sampler: use true"
+        )
+    if not args.enable_hybrid_engine:
+        raise ValueError("partial_rollout: true given with enable_hybrid_engine: false; it needs the fused decoder")
+    if given and given < least:
+        raise ValueError(
+            f"over_sampling_batch_size: {given} given; it must be at least per_device_generation_batch_size, {least}"
+        )
+    if args.dynamic_sampling and args.offload_reference_model:
+        raise ValueError(
+            "partial_rollout: true given with dynamic_sampling and offload_reference_model; ranks then score different "
+            "numbers of groups, which partitioned reward models cannot: leave one of the three out"
+        )
 
 
 def require_pass_at_k(args: Any) -> None:

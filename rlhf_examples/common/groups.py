@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerBase
 import hybrid
 from rlhf_examples.common.arguments import GRPOArguments
 from rlhf_examples.common.measures import Phases
+from rlhf_examples.common.overlapped_rewards import OverlappedRewards
 from rlhf_examples.common.ranks import rank_share
 from rlhf_examples.common.rollouts import (
     Row,
-    decode_completions,
     gather_rows,
     roll_out,
     sampling,
@@ -33,11 +33,13 @@ class Groups:
 
     prompts: a row for each completion.
     scores: by the names of `Rewards.by_name`, the training reward first, float32 [rows] each; empty before scoring.
+    overlapped: what scores them, perhaps since before the rollout's end.
     """
 
     prompts: list[Row]
     batch: hybrid.RolloutBatch
     scores: dict[str, Tensor]
+    overlapped: OverlappedRewards | None = None
 
     def take(self, rows: Tensor) -> "Groups":
         """A selection of the rows, by number or by a bool mask [rows]."""
@@ -62,18 +64,25 @@ def next_groups(
     first_prompt: int,
     iteration: int,
     args: GRPOArguments,
+    rewards: Rewards | None = None,
 ) -> Groups:
     """This rank's completions of its share of all ranks' `prompts`, not yet scored.
 
     first_prompt: number of the first prompt within the iteration; the sampling keys depend on it and on the order.
+    rewards: score the completions, as `Groups.overlapped`, which begins while they decode with `overlap_rewards`.
     Every rank gets equally many rows; if the prompts do not divide evenly, the first prompt is repeated at the end.
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     own = rank_share([*prompts, *prompts[:1] * (-len(prompts) % world_size)])
     row_ids = first_prompt + rank + world_size * torch.arange(len(own))
     params = sampling(args, sampling_seed(args.seed, iteration))
-    batch = roll_out(policy, tokenizer, own, row_ids, params, args.num_generations)
-    return Groups([row for row in own for _ in range(args.num_generations)], batch, {})
+    each = [row for row in own for _ in range(args.num_generations)]
+    overlapped = None
+    if rewards is not None:
+        overlapped = OverlappedRewards(rewards, tokenizer, each, args.num_generations, args.overlap_rewards)
+    on_rows = None if overlapped is None else overlapped.on_rows
+    batch = roll_out(policy, tokenizer, own, row_ids, params, args.num_generations, on_rows)
+    return Groups(each, batch, {}, overlapped)
 
 
 def dynamic_sampling_groups(
@@ -93,14 +102,15 @@ def dynamic_sampling_groups(
     """
     num_generations, num_prompts = args.num_generations, args.per_device_generation_batch_size * dist.get_world_size()
     kept: Groups | None = None
-    rounds, num_sampled, num_scored, score_sum, timings = 0, 0, 0, 0.0, Counter()
+    rounds, num_sampled, num_scored, score_sum, timings, times = 0, 0, 0, 0.0, Counter(), Counter()
     missing = num_prompts
     while kept is None or (missing > 0 and rounds < args.max_num_gen_batches):
         next_prompts = prompts.next(missing)
-        own = next_groups(policy, tokenizer, next_prompts, num_sampled, iteration, args)
+        own = next_groups(policy, tokenizer, next_prompts, num_sampled, iteration, args, rewards)
         phases.end("rollout")
         timings.update(own.batch.timings)
-        scores = rewards.scores_by_name(own.batch, own.prompts, decode_completions(tokenizer, own.batch))
+        scores = own.overlapped.scores_by_name(own.batch)
+        times.update(own.overlapped.metrics())
         phases.end("rewards")
         groups = gather_groups(replace(own, scores=scores), next_prompts, num_generations)
         learned_scores = groups.scores[rewards.name]
@@ -119,6 +129,7 @@ def dynamic_sampling_groups(
         "dynamic_sampling/groups_dropped": num_sampled - num_prompts,
         "dynamic_sampling/groups_without_spread": missing,
         "dynamic_sampling/reward": score_sum / max(num_scored, 1),  # mean over all sampled completions
+        **times,
     }
 
 

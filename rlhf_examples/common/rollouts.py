@@ -4,7 +4,7 @@ The order of rows, and which of them an optimizer step learns from, depends on s
 number of ranks: every rank holds the experience of all ranks, and takes its share of each step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -136,18 +136,24 @@ def roll_out(
     row_ids: torch.Tensor,
     params: hybrid.SamplingParams,
     num_generations: int = 1,
+    on_rows: Callable[[hybrid.RolloutBatch], None] | None = None,
 ) -> hybrid.RolloutBatch:
     """Completions of this rank's prompts, padded to one width on all ranks. Every rank takes part.
 
     They also stop at the token that ends a turn in the tokenizer's chat template.
     row_ids int64 [prompts]: the prompts' numbers among all ranks', from which the sampling keys are made.
+    on_rows: called with completions that are done while others decode, as `HybridEngine.rollout` calls it.
     """
     ids, mask = (tensor.to(policy.device) for tensor in collate_prompts(prompts, tokenizer.pad_token_id).values())
-    if (end := hybrid.turn_end_token(tokenizer)) is not None:
-        params = replace(params, stop_token_ids=(*params.stop_token_ids, end))
-    return pad_to_common_width(
-        policy.rollout(ids, mask, params, num_generations, row_ids=row_ids), tokenizer.pad_token_id
-    )
+    params = with_turn_end(params, tokenizer)
+    batch = policy.rollout(ids, mask, params, num_generations, row_ids=row_ids, on_rows=on_rows)
+    return pad_to_common_width(batch, tokenizer.pad_token_id)
+
+
+def with_turn_end(params: hybrid.SamplingParams, tokenizer: PreTrainedTokenizerBase) -> hybrid.SamplingParams:
+    """The parameters with the token that ends a turn in the tokenizer's chat template as an end token."""
+    end = hybrid.turn_end_token(tokenizer)
+    return params if end is None else replace(params, stop_token_ids=(*params.stop_token_ids, end))
 
 
 def pad_to_common_width(batch: hybrid.RolloutBatch, pad_token_id: int) -> hybrid.RolloutBatch:

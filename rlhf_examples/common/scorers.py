@@ -113,9 +113,30 @@ class Rewards:
         self, batch: hybrid.RolloutBatch, prompts: list[Row], completions: list[str]
     ) -> dict[str, Tensor]:
         """The result of `__call__` first, then each scorer's scores, by name; float32 [rows] each."""
-        functions = {scorer.name: scorer.function for scorer in self.scorers if scorer.function is not None}
-        texts, columns = [row["prompt"] for row in prompts], reward_columns(prompts)
-        function_scores = score_all(functions, texts, completions, columns, self.timeout_s, self.retries)
+        return self.with_models(batch, self.function_scores(prompts, completions, reward_columns(prompts)))
+
+    @property
+    def functions(self) -> dict[str, Callable]:
+        """The reward functions and servers by name."""
+        return {scorer.name: scorer.function for scorer in self.scorers if scorer.function is not None}
+
+    @property
+    def has_models(self) -> bool:
+        """Whether a scorer is a reward model."""
+        return any(scorer.model is not None for scorer in self.scorers)
+
+    def function_scores(
+        self, prompts: list[Row], completions: list[str], columns: dict[str, list]
+    ) -> dict[str, list[float]]:
+        """The scores of the reward functions and servers by name, a number for each completion, NaN for no score.
+
+        prompts: one for each completion.  columns: as `reward_columns` gives them.
+        """
+        texts = [row["prompt"] for row in prompts]
+        return score_all(self.functions, texts, completions, columns, self.timeout_s, self.retries)
+
+    def with_models(self, batch: hybrid.RolloutBatch, function_scores: dict[str, list[float]]) -> dict[str, Tensor]:
+        """The result of `scores_by_name`, from that of `function_scores`."""
         scores = {
             scorer.name: scorer.by_model(batch)
             if scorer.model is not None

@@ -109,6 +109,7 @@ LEARNING = (
 )
 SPEED = (
     Chart("Generation", "tokens per second", {"time/tokens_per_s": "tokens"}),
+    Chart("Reward functions that ran while others decoded", "seconds", {"time/reward_overlapped_s": "overlapped"}),
     Chart("Training", "TFLOP/s per rank", {"time/tflops_per_s": "TFLOP/s"}),
     Chart("Model FLOPs utilization in training", "share of the peak", {"time/mfu": "MFU"}),
 )

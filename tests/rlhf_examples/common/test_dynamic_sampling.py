@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import hybrid
 from rlhf_examples.common import groups as groups_of
+from rlhf_examples.common import overlapped_rewards
 from rlhf_examples.common.arguments import GRPOArguments
 from rlhf_examples.common.groups import dynamic_sampling_groups, rewards_differ
 from rlhf_examples.common.measures import Phases
@@ -70,7 +71,14 @@ def batch_of(rows: list[dict], width: int) -> hybrid.RolloutBatch:
     completions = {"completion_ids": ones.long(), "completion_mask": ones.long()}
     timings, reasons = {"decode_s": 1.0}, ["stop"] * len(prompts)
     return hybrid.RolloutBatch(
-        ids, mask, **completions, **logps, finish_reason=reasons, weight_version=0, timings=timings
+        ids,
+        mask,
+        **completions,
+        **logps,
+        finish_reason=reasons,
+        weight_version=0,
+        timings=timings,
+        row_index=torch.arange(len(prompts)),
     )
 
 
@@ -79,7 +87,7 @@ def sample(monkeypatch, hopeless: set[int], rounds: int):
     what was rolled out: (prompt, row id, seed)."""
     rolled_out = []
 
-    def roll_out(policy, tokenizer, rows, numbers, params, each):
+    def roll_out(policy, tokenizer, rows, numbers, params, each, on_rows):
         rolled_out.extend(
             zip([row["prompt"] for row in rows], numbers.tolist(), [params.seed] * len(rows), strict=True)
         )
@@ -89,7 +97,9 @@ def sample(monkeypatch, hopeless: set[int], rounds: int):
         return [0.5 if int(prompt) in hopeless else float(i % EACH) for i, prompt in enumerate(prompts)]
 
     monkeypatch.setattr(groups_of, "roll_out", roll_out)
-    monkeypatch.setattr(groups_of, "decode_completions", lambda tokenizer, batch: [""] * len(batch.completion_ids))
+    monkeypatch.setattr(
+        overlapped_rewards, "decode_completions", lambda tokenizer, batch: [""] * len(batch.completion_ids)
+    )
     args = GRPOArguments(num_generations=EACH, per_device_generation_batch_size=2, max_num_gen_batches=rounds)
     rewards, tokenizer = Rewards([Scorer("reward", reward)], [1.0]), SimpleNamespace(pad_token_id=0)
     result = dynamic_sampling_groups(None, rewards, tokenizer, prompts_of(9), 5, Phases(), args)

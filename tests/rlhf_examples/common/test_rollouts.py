@@ -18,6 +18,7 @@ from rlhf_examples.common.forwards import token_logps, token_logps_row_by_row
 from rlhf_examples.common.losses import FixedKLController
 from rlhf_examples.common.measures import Phases, TrainingFlops
 from rlhf_examples.common.models import load_tokenizer
+from rlhf_examples.common.overlapped_rewards import OverlappedRewards
 from rlhf_examples.common.ranks import gather_objects, over_ranks
 from rlhf_examples.common.rollouts import (
     Experience,
@@ -95,7 +96,8 @@ def check_unscored(directory: Path, zero_stage: int) -> None:
     with policy.inference():
         batch = roll_out(policy, tokenizer, rows, rank_row_ids(4), sampling(args, 1))
         logps = models.actor.old_logps(batch), models.actor.reference_logps(batch)
-    experience, metrics = make_experience(models, tokenizer, batch, rows, *logps, 0.1, args, Phases())
+    rewards = OverlappedRewards(models.rewards, tokenizer, rows)
+    experience, metrics = make_experience(models, rewards, batch, *logps, 0.1, args, Phases())
     scores = number_of_words([""] * 4, decode_completions(tokenizer, batch))
     scored = sum(chain(*gather_objects(scores[1:]))) / (3 * dist.get_world_size())
     assert experience.mask[0].sum() == 0 and torch.equal(experience.mask[1:], batch.completion_mask[1:])
@@ -188,7 +190,8 @@ def count_collectives(directory: Path, zero_stage: int, lora_dim: int) -> list[i
             with policy.inference():
                 batch = roll_out(policy, tokenizer, rows, rank_row_ids(4), sampling(args, iteration))
                 logps = models.actor.old_logps(batch), models.actor.reference_logps(batch)
-            experience, _ = make_experience(models, tokenizer, batch, rows, *logps, 0.1, args, Phases())
+            rewards = OverlappedRewards(models.rewards, tokenizer, rows)
+            experience, _ = make_experience(models, rewards, batch, *logps, 0.1, args, Phases())
             experience.all_gather()
         counts.append(collecting.count)
     return counts

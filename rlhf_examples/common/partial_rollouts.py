@@ -1,0 +1,264 @@
+"""GRPO's groups by partial rollouts: more prompts than needed are in flight, a rollout stops once enough groups are
+done, and the other completions go on in the next rollout, under its weights.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+import hybrid
+from rlhf_examples.common.arguments import GRPOArguments
+from rlhf_examples.common.groups import NO_TURNS, Groups, rewards_differ
+from rlhf_examples.common.measures import Phases
+from rlhf_examples.common.ranks import device, gather_objects, over_ranks, rank_share, sums_over_ranks
+from rlhf_examples.common.rollouts import (
+    Row,
+    decode_completions,
+    pad_to_common_width,
+    sampling,
+    sampling_seed,
+    with_turn_end,
+)
+from rlhf_examples.common.scorers import Rewards
+from rlhf_examples.common.trackers import Metrics
+from rlhf_examples.data.examples import RowStream, collate_prompts
+
+
+@dataclass
+class Group:
+    """A prompt and its completions that are done.  scores: of `Rewards.scores_by_name`, once it is complete."""
+
+    prompt: Row
+    parts: list[hybrid.RolloutBatch] = field(default_factory=list)
+    scores: dict[str, Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return sum(len(part.prompt_ids) for part in self.parts)
+
+
+@dataclass
+class PartialRollouts:
+    """The groups that this rank has begun and not yet learned from; saved in checkpoints.
+
+    open: groups of which completions are missing, by number, the oldest first.  ready: complete ones, not yet used.
+    unfinished: the missing completions, as far as they are.  numbers: the group of each of them.
+    restart: prompts whose completions another number of ranks had begun; they begin again.
+    """
+
+    open: dict[int, Group] = field(default_factory=dict)
+    ready: list[Group] = field(default_factory=list)
+    unfinished: hybrid.UnfinishedRows | None = None
+    numbers: list[int] = field(default_factory=list)
+    restart: list[Row] = field(default_factory=list)
+    begun: int = 0
+    timings: Counter = field(default_factory=Counter)
+    weight_version: int = 0
+
+    def next_groups(
+        self,
+        policy: hybrid.HybridEngine,
+        rewards: Rewards,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: RowStream,
+        iteration: int,
+        phases: Phases,
+        args: GRPOArguments,
+    ) -> tuple[Groups, Metrics]:
+        """This rank's groups of an iteration, scored, and metrics of all ranks. Every rank takes part.
+
+        With `dynamic_sampling` a group whose scores are all equal is dropped, and the rollout goes on until another one
+        is done, in up to `max_num_gen_batches` calls; if that is not enough, dropped groups stay, masked out of the
+        loss.
+        """
+        wanted, rounds, started = args.per_device_generation_batch_size, 0, 0
+        kept: list[Group] = []
+        dropped: list[Group] = []
+        self.timings = Counter()
+        while rounds == 0 or (rounds < args.max_num_gen_batches and self._any_rank_needs(wanted - len(kept))):
+            missing = wanted - len(kept)
+            needed = max(missing - len(self.ready), 0)
+            started += self._roll_out(policy, tokenizer, prompts, needed, iteration, started, args)
+            phases.end("rollout")
+            candidates, self.ready = self.ready[:missing], self.ready[missing:]
+            score(candidates, rewards, tokenizer)
+            phases.end("rewards")
+            for group in candidates:
+                differs = not args.dynamic_sampling or rewards_differ(group.scores[rewards.name], len(group)).item()
+                (kept if differs else dropped).append(group)
+            rounds += 1
+        judged, missing = kept + dropped, wanted - len(kept)
+        groups = self._joined(kept + dropped[len(dropped) - missing :], tokenizer.pad_token_id)
+        rewards.last_scores = groups.scores
+        metrics = self._metrics(groups.batch)
+        if args.dynamic_sampling:
+            metrics |= dynamic_sampling_metrics(judged, missing, rounds, rewards.name)
+        return groups, metrics
+
+    def _any_rank_needs(self, groups: int) -> bool:
+        return over_ranks(torch.tensor(groups, device=device()), dist.ReduceOp.MAX).item() > 0
+
+    def _roll_out(
+        self,
+        policy: hybrid.HybridEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: RowStream,
+        needed: int,
+        iteration: int,
+        started: int,
+        args: GRPOArguments,
+    ) -> int:
+        """Roll out until `needed` more groups are complete; returns how many prompts all ranks began.
+
+        started: prompts that all ranks have begun in this iteration; the sampling keys depend on it.
+        """
+        room = args.over_sampling_batch_size - len(self.open) - len(self.ready) if needed else 0
+        rows, first, total = self._new_prompts(prompts, max(room, 0))
+        numbers = [self.begun + index for index in range(len(rows))]
+        self.begun += len(rows)
+        self.open |= {number: Group(row) for number, row in zip(numbers, rows, strict=True)}
+        resume = self.unfinished if needed else None
+        ids = mask = torch.zeros(0, 1, dtype=torch.int64)
+        if rows:
+            ids, mask = collate_prompts(rows, tokenizer.pad_token_id).values()
+        batch = policy.rollout(
+            ids,
+            mask,
+            with_turn_end(sampling(args, sampling_seed(args.seed, iteration)), tokenizer),
+            args.num_generations,
+            row_ids=started + first + torch.arange(len(rows)),
+            stop_after=hybrid.StopAfter(groups=max(needed, 1)),
+            resume=resume,
+        )
+        self.timings.update(batch.timings)
+        self.weight_version = batch.weight_version
+        if needed:
+            of_new = [number for number in numbers for _ in range(args.num_generations)]
+            self._take(batch, (self.numbers if resume is not None else []) + of_new, args.num_generations)
+        return total
+
+    def _new_prompts(self, prompts: RowStream, count: int) -> tuple[list[Row], int, int]:
+        """The next `count` prompts of this rank, the number of the first among those of all ranks, and their number."""
+        again, self.restart = self.restart[:count], self.restart[count:]
+        counts = gather_objects((count, count - len(again)))
+        rank = dist.get_rank()
+        from_stream = prompts.next(sum(new for _, new in counts))
+        first = sum(new for _, new in counts[:rank])
+        own = again + from_stream[first : first + counts[rank][1]]
+        return own, sum(all_of_rank for all_of_rank, _ in counts[:rank]), sum(of_rank for of_rank, _ in counts)
+
+    def _take(self, batch: hybrid.RolloutBatch, numbers: list[int], num_generations: int) -> None:
+        """Sort a rollout's rows into their groups.  numbers: the group of each row of the call."""
+        self.unfinished, self.numbers = batch.unfinished, []
+        if batch.unfinished is not None:
+            self.numbers = [numbers[row] for row in batch.unfinished.row_index.tolist()]
+        batch = replace(batch, unfinished=None, timings={}, **NO_TURNS)
+        of_group: dict[int, list[int]] = {}
+        for index, row in enumerate(batch.row_index.tolist()):
+            of_group.setdefault(numbers[row], []).append(index)
+        for number, rows in of_group.items():
+            self.open[number].parts.append(batch.select_rows(rows))
+        for number in [number for number, group in self.open.items() if len(group) == num_generations]:
+            self.ready.append(self.open.pop(number))
+
+    def _joined(self, groups: list[Group], pad_token_id: int) -> Groups:
+        """Scored groups as one batch, padded to one width on all ranks."""
+        batch = hybrid.RolloutBatch.cat([part for group in groups for part in group.parts], pad_token_id)
+        batch = replace(
+            pad_to_common_width(batch, pad_token_id),
+            row_index=torch.arange(len(batch.prompt_ids), device=batch.prompt_ids.device),
+            weight_version=self.weight_version,
+            timings=dict(self.timings),
+        )
+        scores = {name: torch.cat([group.scores[name] for group in groups]) for name in groups[0].scores}
+        return Groups([group.prompt for group in groups for _ in range(len(group))], batch, scores)
+
+    def _metrics(self, batch: hybrid.RolloutBatch) -> Metrics:
+        """Metrics of all ranks, of a batch and of what is left."""
+        learned = batch.completion_mask.bool()
+        stale = learned & (batch.weight_versions != batch.weight_version)
+        sums = sums_over_ranks({"tokens": learned.sum(), "stale": stale.sum(), "unfinished": len(self.numbers)})
+        return {
+            "partial_rollout/unfinished_rows": sums["unfinished"],
+            "partial_rollout/stale_tokens": sums["stale"] / sums["tokens"],
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state for a checkpoint, on the host."""
+        return {
+            "open": {number: moved(group, torch.device("cpu")) for number, group in self.open.items()},
+            "ready": [moved(group, torch.device("cpu")) for group in self.ready],
+            "unfinished": None if self.unfinished is None else {k: v.cpu() for k, v in vars(self.unfinished).items()},
+            "numbers": self.numbers,
+            "restart": self.restart,
+            "begun": self.begun,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state from a checkpoint."""
+        unfinished = state["unfinished"]
+        self.open = {number: moved(group, device()) for number, group in state["open"].items()}
+        self.ready = [moved(group, device()) for group in state["ready"]]
+        self.unfinished = None if unfinished is None else hybrid.UnfinishedRows(**unfinished)
+        self.numbers, self.restart, self.begun = list(state["numbers"]), list(state["restart"]), state["begun"]
+
+    def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
+        """Restore the states of another number of ranks: the prompts of their groups begin again, with new completions
+        by the present weights.
+        """
+        begun = [
+            row
+            for state in states
+            for row in [group.prompt for group in [*state["ready"], *state["open"].values()]] + state["restart"]
+        ]
+        self.open, self.ready, self.unfinished, self.numbers = {}, [], None, []
+        self.restart, self.begun = rank_share(begun), 0
+
+
+def score(groups: list[Group], rewards: Rewards, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Set the scores of complete groups."""
+    if not groups:
+        return
+    batch = hybrid.RolloutBatch.cat([part for group in groups for part in group.parts], tokenizer.pad_token_id)
+    prompts = [group.prompt for group in groups for _ in range(len(group))]
+    scores = rewards.scores_by_name(batch, prompts, decode_completions(tokenizer, batch))
+    for number, group in enumerate(groups):
+        rows = slice(number * len(group), (number + 1) * len(group))
+        group.scores = {name: values[rows] for name, values in scores.items()}
+
+
+def dynamic_sampling_metrics(judged: list[Group], missing: int, rounds: int, name: str) -> Metrics:
+    """Metrics of dynamic sampling, over all ranks.
+
+    judged: all scored groups.  missing: how many of the iteration's groups have equal scores.  name: of the reward.
+    """
+    scores = torch.cat([group.scores[name] for group in judged])
+    sums = sums_over_ranks(
+        {
+            "groups": len(judged),
+            "missing": missing,
+            "scored": (~scores.isnan()).sum(),
+            "scores": scores.nansum(),
+            "dropped": sum(not rewards_differ(group.scores[name], len(group)).item() for group in judged) - missing,
+        }
+    )
+    return {
+        "dynamic_sampling/num_gen_batches": rounds,
+        "dynamic_sampling/groups_sampled": sums["groups"],
+        "dynamic_sampling/groups_dropped": sums["dropped"],
+        "dynamic_sampling/groups_without_spread": sums["missing"],
+        "dynamic_sampling/reward": sums["scores"] / max(sums["scored"], 1),
+    }
+
+
+def moved(group: Group, to: torch.device) -> Group:
+    """A group whose completions are on a device."""
+    parts = [
+        replace(part, **{name: value.to(to) for name, value in part.tensors().items() if name != "router_indices"})
+        for part in group.parts
+    ]
+    return replace(group, parts=parts)
