@@ -411,11 +411,13 @@ class Scheduler:
     def check(self, steps: int) -> list[Checked]:
         """Check the last `steps` tokens of every sequence. The one place where the host waits for the device, but for
         verification."""
-        remaining = self.limits[self.rows] - self.positions
+        limits = self.limits[self.rows]
+        remaining = limits - self.positions
         back = torch.arange(-steps, 0, device=self.positions.device)
         at = (self.positions[:, None] + back).clamp(min=0)  # [sequences, steps]
         tokens = self.buffers.ids[self.rows[:, None], self.buffers.prompt_len + at]
-        is_end = torch.isin(tokens, self.request.stop_token_ids)
+        # After its limit a row's tokens are padding, which may be a stop token.
+        is_end = torch.isin(tokens, self.request.stop_token_ids) & (at < limits[:, None])
         first_end = at.gather(1, is_end.int().argmax(dim=1, keepdim=True))[:, 0]
         has_stopped = is_end.any(dim=1)
         lengths = torch.where(has_stopped, first_end + 1, self.positions + remaining.clamp(max=0))

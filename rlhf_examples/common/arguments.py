@@ -33,6 +33,9 @@ NOT_OF_ENVIRONMENTS = (
     "streaming",
     "dynamic_sampling",
     "soft_punish_cache",
+    "overlap_rewards",
+    "partial_rollout",
+    "over_sampling_batch_size",
 )
 NO_DROPOUT = "disable dropout in training, so that logprobs and scores do not depend on it"
 
@@ -461,13 +464,14 @@ class AgentArguments(GRPOArguments):
     max_turns: int = arg(8, "maximum turns of a conversation")
     max_turn_tokens: int = arg(0, "maximum tokens of a turn; 0: max_answer_seq_len, which is of all turns together")
     step_timeout_s: float = arg(60.0, "timeout of an environment's reset or step, in seconds")
+    overlap_rewards: bool = arg(False, "not used: an environment rewards its conversations while others decode")
 
     def __post_init__(self):
-        super().__post_init__()
-        require_range(self, max_turns=(1, None), max_turn_tokens=(0, None), step_timeout_s=(0.001, None))
         for name in NOT_OF_ENVIRONMENTS:
             if value := getattr(self, name):
                 raise ValueError(f"{name}: {value} given; prompts and rewards are the environment's: leave it out")
+        super().__post_init__()
+        require_range(self, max_turns=(1, None), max_turn_tokens=(0, None), step_timeout_s=(0.001, None))
 
 
 @dataclass

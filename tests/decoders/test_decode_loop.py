@@ -124,6 +124,18 @@ def test_verified_drafts_give_what_single_steps_give(sampling, monkeypatch):
     assert speculator.counters.accepted > 3
 
 
+def test_rows_that_reach_their_limits_have_not_stopped_where_padding_is_a_stop_token(monkeypatch):
+    """After its limit a row's tokens on the device are padding, which must not be taken for the token that ended it."""
+    model = one_layer()
+    single = SingleSteps(read_decoder(model), own_weights, model.dtype)
+    single.bind()
+    own = replace(request("plain", rows=8), pad_token_id=8)
+    assert 8 in own.stop_token_ids.tolist()
+    expected = completions_of(own, single, 8, 1)
+    assert (expected.lengths == own.limits).any() and (expected.lengths < own.limits).any(), expected.lengths
+    require_equal(completions_of(own, decoder_of(model, 8, monkeypatch), 8, 4), expected)
+
+
 def test_graphs_stop_at_the_stop_tokens_of_the_latest_request(monkeypatch):
     """Also if it has another number of them. The second tokens of most sequences end the first request's alone."""
     graphed, eager = (decoder_of(one_layer(), size, monkeypatch) for size in (4, 0))

@@ -143,8 +143,20 @@ def test_errors_name_what_is_allowed():
             ValueError, match=f"environment: '{name}' given; it must be calculator, guessing, or module"
         ):
             load_environment(name)
-    with pytest.raises(ValueError, match="reward: .* given; prompts and rewards are the environment's: leave it out"):
-        arguments_of(AgentArguments, {"reward": "rlhf_examples.rewards:exact_match"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("reward", "rlhf_examples.rewards:exact_match"),
+        ("overlap_rewards", True),
+        ("partial_rollout", True),
+        ("over_sampling_batch_size", 8),
+    ],
+)
+def test_arguments_about_rewards_and_prompts_of_data_sets_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name}: .* given; prompts and rewards are the environment's: leave it out"):
+        arguments_of(AgentArguments, {name: value})
 
 
 @pytest.mark.slow
