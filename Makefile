@@ -34,13 +34,13 @@ help: ## list the targets
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test]"
 	@touch $@
 
-demo: .venv/.installed ## supervised tuning, reward model, PPO, GRPO with one turn and several: runs/demo/report.html (7 minutes)
+demo: .venv/.installed ## supervised tuning, reward model, PPO, GRPO with one turn and several: runs/demo/report.html (5 minutes)
 	$(LAUNCH) -m rlhf_examples.pipeline configs/demo.yaml --overwrite true
 
 demo-seeds: .venv/.installed ## the demo with seeds 0, 1 and 2: mean and standard error of its figures (20 minutes)
 	$(CPU) $(BIN)/python -m benchmarks.demo_seeds
 
-test: .venv/.installed ## the test suite but for what is slow (10 minutes)
+test: .venv/.installed ## the test suite but for what is slow (15 minutes)
 	$(TESTS) -m "not slow"
 
 test-slow: .venv/.installed ## as many slow tests as start within 25 minutes, in an order that changes with the commit
