@@ -179,6 +179,7 @@ class Builder:
             stream=stream,
             attention_backend=self.rollout.attention_backend,
             records_experts=self.rollout.return_router_indices,
+            keeps_hidden_states=self.rollout.cache_hidden_states,
         )
 
     def _joined(self) -> list[tuple[ParamRef, ...]]:

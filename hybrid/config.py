@@ -121,6 +121,10 @@ class RolloutConfig(Block):
         what is new. Tokens and logprobs are those without it, on CPUs to the bit. vLLM's name.
     prefix_cache_bytes: bytes by which the KV cache is larger than a request needs, for sequences that have ended: of a
         rollout that ends with more rows than it decodes at once, and beside other requests, as many stay.
+    cache_hidden_states: keep the last layer's output of each token beside its keys and values, so that `score()` of
+        sequences that were just rolled out, for their entropies or at another temperature, runs the head alone. Takes
+        the hidden size times the dtype's bytes for each token: 8 KiB beside the 128 KiB of keys and values of an 8B
+        Llama in bfloat16. Scores are those without it, on CPUs to the bit. Needs enable_prefix_caching.
     memory_limit: bytes that inference may add to what a rank holds for training: snapshot, KV cache, logits,
         activations. A request that cannot fit raises ValueError. None: no limit; "auto" then uses the memory that is
         free when the engine is built.
@@ -155,6 +159,7 @@ class RolloutConfig(Block):
     max_num_seqs: int = Field(256, gt=0, alias="max_slots")
     enable_prefix_caching: bool = True
     prefix_cache_bytes: int = Field(0, ge=0)
+    cache_hidden_states: bool = False
     memory_limit: int | None = Field(None, gt=0)
     sync_interval: int = Field(1, gt=0)
     containers: Literal["fused", "native"] = "fused"
@@ -164,6 +169,15 @@ class RolloutConfig(Block):
     attention_backend: Literal["auto", "triton", "flashinfer"] = "triton"
     speculation: SpeculationConfig | None = None
     return_router_indices: bool = False
+
+    @model_validator(mode="after")
+    def _finds_hidden_states(self) -> "RolloutConfig":
+        if self.cache_hidden_states and not self.enable_prefix_caching:
+            raise ValueError(
+                "cache_hidden_states: true given with enable_prefix_caching: false; the prefix cache finds them: "
+                "set it to true, or leave cache_hidden_states out"
+            )
+        return self
 
 
 BLOCKS: dict[str, type[Block]] = {"hybrid_engine": HybridEngineConfig, "rollout": RolloutConfig}

@@ -845,7 +845,8 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         """This rank's statistics since the last `eval()`: seconds by phase (`gather_s`, `merge_s`, `prefill_s`,
         `decode_s`, `environment_s` (nothing could decode until an environment answered), `wait_s`, `release_s`,
         `train_s`, `elapsed_s`), `tokens` generated, `prefilled_tokens` and `cached_tokens` of prompts (computed, and
-        found in the KV cache; of all ranks that decode one batch), `drafted_tokens`, `accepted_tokens` and
+        found in the KV cache; of all ranks that decode one batch), `cached_scored_tokens` (of scored sequences: tokens
+        of which only the head ran, with `rollout.cache_hidden_states`), `drafted_tokens`, `accepted_tokens` and
         `saved_steps` of `rollout.speculation` (steps that the accepted tokens saved; of all these ranks too),
         `tokens_per_s` of prefill, decode and wait together, and `gathered_bytes`; `refresh_s`: seconds of gathering and
         merging, the most of the ranks that share weights (`inference_tp_size`) as of their latest request. Memory held

@@ -25,6 +25,7 @@ class Iteration:
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     tokens: int = 0
     prefilled_tokens: int = 0
+    cached_scored_tokens: int = 0
     cached_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
@@ -70,10 +71,12 @@ class Profiler:
         self.samples.add(samples)
         self.now.tokens += tokens
 
-    def prefilled(self, computed: int, cached: int) -> None:
-        """Add tokens of prompts that were computed, and that were found in the KV cache."""
+    def prefilled(self, computed: int, cached: int, scored: int) -> None:
+        """Add tokens of prompts that were computed, and that were found in the KV cache; and tokens of scored sequences
+        that were found."""
         self.now.prefilled_tokens += computed
         self.now.cached_tokens += cached
+        self.now.cached_scored_tokens += scored
 
     def speculated(self, drafted: int, accepted: int, saved_steps: float) -> None:
         """Add tokens that were drafted and accepted, and the decode steps that this saved."""
@@ -95,9 +98,9 @@ class Profiler:
 
     def stats(self) -> dict[str, float]:
         """This rank's statistics of the current iteration: `<phase>_s` and `elapsed_s` in seconds, `tokens`,
-        `prefilled_tokens` and `cached_tokens` of prompts, `drafted_tokens`, `accepted_tokens` and `saved_steps` of
-        speculation, `tokens_per_s` of prefill, decode and wait together, `gathered_bytes`; and `refresh_s`, of gather
-        and merge, the most of the ranks that share weights as of their latest request."""
+        `prefilled_tokens` and `cached_tokens` of prompts, `cached_scored_tokens`, `drafted_tokens`, `accepted_tokens`
+        and `saved_steps` of speculation, `tokens_per_s` of prefill, decode and wait together, `gathered_bytes`; and
+        `refresh_s`, of gather and merge, the most of the ranks that share weights as of their latest request."""
         seconds = {f"{name}_s": self.now.seconds[name] for name in PHASES}
         generating_s = self.now.seconds["prefill"] + self.now.seconds["decode"] + self.now.seconds["wait"]
         return {
@@ -107,6 +110,7 @@ class Profiler:
             "tokens": self.now.tokens,
             "prefilled_tokens": self.now.prefilled_tokens,
             "cached_tokens": self.now.cached_tokens,
+            "cached_scored_tokens": self.now.cached_scored_tokens,
             "drafted_tokens": self.now.drafted_tokens,
             "accepted_tokens": self.now.accepted_tokens,
             "saved_steps": self.now.saved_steps,

@@ -46,16 +46,20 @@ class PagedKV:
     router_indices: int16 [blocks, BLOCK_SIZE, layers with experts, experts per token], the experts that each token was
         routed to, the one with the largest weight first; None if they are not recorded. Rows that share a block share
         them, as they share its keys and values.
+    hidden_states: [blocks, BLOCK_SIZE, hidden], the last layer's output for each token, in the decoder's dtype; None if
+        it is not kept.
     """
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
     router_indices: torch.Tensor | None = None
+    hidden_states: torch.Tensor | None = None
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All tensors, each with a leading dimension of blocks."""
-        return [*self.keys, *self.values, *([] if self.router_indices is None else [self.router_indices])]
+        more = self.router_indices, self.hidden_states
+        return [*self.keys, *self.values, *(tensor for tensor in more if tensor is not None)]
 
     @property
     def num_blocks(self) -> int:
@@ -86,9 +90,10 @@ class PagedKV:
             grown[: len(tensor)].copy_(tensor)
             return grown
 
-        router_indices = None if self.router_indices is None else larger(self.router_indices)
+        more = self.router_indices, self.hidden_states
+        router_indices, hidden_states = (None if tensor is None else larger(tensor) for tensor in more)
         keys, values = ([larger(own.pop(0)) for _ in range(len(own))] for own in (self.keys, self.values))
-        return PagedKV(keys, values, router_indices)
+        return PagedKV(keys, values, router_indices, hidden_states)
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
         """Copy the content of block `sources[i]` to block `targets[i]`."""

@@ -69,6 +69,7 @@ class CpuDecoder(WholeDecoder):
                 value = getattr(self.spec, name)
                 setattr(record, name, ENUMS[name].index(value) if name in ENUMS else value)
         record.embedding_size = self.spec.embedding_size or self.spec.hidden_size
+        record.num_layers = len(self.spec.layers)
         record.local_experts, record.num_moe_layers = self.spec.num_experts, len(self.moe_layer)
         if self.vocabulary is not None:
             record.group = ctypes.addressof(self.vocabulary.group.record)
@@ -128,7 +129,7 @@ class CpuDecoder(WholeDecoder):
             (num_blocks, spec.num_kv_heads, BLOCK_SIZE, padded),
         )
         keys, values = ([torch.empty(shape, dtype=self.dtype) for _ in spec.layers] for shape in shapes)
-        return PagedKV(keys, values, self.router_indices(num_blocks))
+        return PagedKV(keys, values, self.router_indices(num_blocks), self.hidden_states(num_blocks))
 
     def reserve(self, tokens: int) -> None:
         """Extend the rope tables to `tokens` positions."""
@@ -298,6 +299,8 @@ class CpuDecoder(WholeDecoder):
             record.keys, record.values = address(keys, self.dtype), address(values, self.dtype)
         experts = kv.router_indices
         self.record.router_indices = None if experts is None else address(experts, torch.int16)
+        hidden = kv.hidden_states
+        self.record.hidden_states = None if hidden is None else address(hidden, self.dtype)
         self.lent = weakref.ref(kv)
 
     # ------------------------------------------------------------- weights

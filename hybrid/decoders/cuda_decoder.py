@@ -26,7 +26,7 @@ from hybrid.kernels.torch_ops import Record
 from hybrid.kernels.triton_attention import WIDEST_TILE, TritonAttention
 from hybrid.kernels.triton_decode import decode_slot_mapping
 from hybrid.kernels.triton_experts import mixture, record_experts
-from hybrid.kernels.triton_fused import QKNorm, activated, add_norm, rope_and_write
+from hybrid.kernels.triton_fused import QKNorm, activated, add_norm, keep_hidden_states, rope_and_write
 from hybrid.models.spec import DecoderLayout, ParamRef
 from hybrid.weights.lora import LowRank
 
@@ -123,6 +123,7 @@ class CudaDecoder(TorchDecoder):
         self.addresses: tuple[float, ...] = ()  # of the weights and LoRA factors, and LoRA's scales
         self.kv_table: torch.Tensor | None = None  # int64 [layers, 2]: addresses of the blocks that kernels read
         self.experts_address: torch.Tensor | None = None  # int64 [1]: of these blocks' `router_indices`
+        self.hidden_address: torch.Tensor | None = None  # int64 [1]: of their `hidden_states`
         self.lent: weakref.ref[PagedKV] | None = None  # the blocks whose addresses the tables hold
 
     def bind(self) -> None:
@@ -295,7 +296,11 @@ class CudaDecoder(TorchDecoder):
         pending = None
         for index in span:
             hidden, pending = self._layer(index, hidden, pending, step, kv)
-        return self._added_and_normed(Tensors(), "", hidden, pending)[1]
+        hidden = self._added_and_normed(Tensors(), "", hidden, pending)[1]
+        if kv.hidden_states is not None and span.stop == len(self.blocks):
+            # A graph would keep the tensor; the address in the table is that of the current blocks.
+            keep_hidden_states(hidden, step.slot_mapping, self.hidden_address)
+        return hidden
 
     def read_blocks_of(self, kv: PagedKV) -> None:
         """Let kernels, also those in graphs, read and write these blocks. Costs nothing if they already do."""
@@ -303,13 +308,16 @@ class CudaDecoder(TorchDecoder):
             return
         if self.kv_table is None:
             self.kv_table = torch.zeros(len(kv.keys), 2, dtype=torch.int64, device=self.device)
-            self.experts_address = torch.zeros(1, dtype=torch.int64, device=self.device)
+            self.experts_address, self.hidden_address = torch.zeros(2, 1, dtype=torch.int64, device=self.device)
             arguments = attention_settings(self.spec, self.dtype), self.device
             self.attention, self.graphed_attention = self.make_attention(*arguments), TritonAttention(*arguments)
         self.kv_table.copy_(kv_addresses(kv.keys, kv.values))
         if kv.router_indices is not None:
             require_contiguous(self.device, torch.int16, kv.router_indices)
             self.experts_address.fill_(kv.router_indices.data_ptr())
+        if kv.hidden_states is not None:
+            require_contiguous(self.device, self.dtype, kv.hidden_states)
+            self.hidden_address.fill_(kv.hidden_states.data_ptr())
         self.lent = weakref.ref(kv)
 
     def _layer_kv(self, index: int) -> LayerKV:

@@ -64,6 +64,7 @@ class FusedModel:
     warns: whether a request that runs natively is warned about; never for models that do not generate.
     attention_backend: as RolloutConfig's.
     records_experts: whether forwards record the experts of each token, in `PagedKV.router_indices`.
+    keeps_hidden_states: whether they keep the last layer's outputs, in `PagedKV.hidden_states`.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class FusedModel:
         stream: WeightStream | None = None,
         attention_backend: str = "triton",
         records_experts: bool = False,
+        keeps_hidden_states: bool = False,
     ):
         self.info, self.snapshot = info, snapshot
         self.layout = snapshot.layout if isinstance(snapshot, Int8Copy) else info.layout
@@ -99,6 +101,7 @@ class FusedModel:
         self.group = group
         self.max_capture_size, self.workspace = max_capture_size, Workspace()
         self.attention_backend, self.records_experts = attention_backend, records_experts
+        self.keeps_hidden_states = keeps_hidden_states
         self.remark = ""  # why it is not what the settings ask for, at the end of `description`
         self.fallback_reason = fallback_reason or no_decoder_reason(info, self.blank.embedding)
 
@@ -236,7 +239,7 @@ class FusedModel:
         if self.group is None:
             return self._whole_decoder(self.layout, weights, copies)
         decoder = self._sharded_decoder(self.group, weights, copies)
-        decoder.records_experts = self.records_experts
+        decoder.records_experts, decoder.keeps_hidden_states = self.records_experts, self.keeps_hidden_states
         return decoder
 
     def _sharded_decoder(
@@ -260,7 +263,7 @@ class FusedModel:
         int8 = self._int8_weights()
         flashinfer = self.on_triton and self.attention.flashinfer
         decoder = whole_decoder(layout, weights, int8, self.max_capture_size, self.workspace, copies, flashinfer)
-        decoder.records_experts = self.records_experts
+        decoder.records_experts, decoder.keeps_hidden_states = self.records_experts, self.keeps_hidden_states
         return decoder
 
     def _int8_weights(self) -> Int8Weights:

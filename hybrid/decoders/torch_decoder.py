@@ -79,6 +79,7 @@ class WholeDecoder:
     samples_with_penalties = False  # whether sampling applies the repetition penalty and min_new_tokens
     continues_past_ends = False  # whether `decode_steps` goes on after a sequence has ended, and leaves it as it is
     records_experts = False  # whether forwards write `PagedKV.router_indices`
+    keeps_hidden_states = False  # whether forwards write `PagedKV.hidden_states`
 
     def __init__(
         self,
@@ -120,6 +121,12 @@ class WholeDecoder:
             return None
         shape = num_blocks, BLOCK_SIZE, len(self.moe_layer), self.spec.experts_per_token
         return torch.empty(shape, dtype=torch.int16, device=self.device)
+
+    def hidden_states(self, num_blocks: int) -> torch.Tensor | None:
+        """Memory for `PagedKV.hidden_states`, its content undefined; None if they are not kept."""
+        if not self.keeps_hidden_states:
+            return None
+        return torch.empty(num_blocks, BLOCK_SIZE, self.spec.hidden_size, dtype=self.dtype, device=self.device)
 
     def decode_layers(
         self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int, last: int
@@ -238,7 +245,7 @@ class TorchDecoder(WholeDecoder):
         """Allocate blocks: keys and values [blocks, BLOCK_SIZE, kv_heads, head_dim] for each layer."""
         shape = (num_blocks, BLOCK_SIZE, self.spec.num_kv_heads, self.spec.head_dim)
         tensors = ([torch.empty(shape, dtype=self.dtype, device=self.device) for _ in self.blocks] for _ in range(2))
-        return PagedKV(*tensors, self.router_indices(num_blocks))
+        return PagedKV(*tensors, self.router_indices(num_blocks), self.hidden_states(num_blocks))
 
     @property
     def device(self) -> torch.device:
@@ -292,6 +299,8 @@ class TorchDecoder(WholeDecoder):
         step = self._step(batch, {layer.rotary for layer in self.spec.layers[first:last]} - {""})
         for index in range(first, last):
             hidden = self._layer(index, hidden, step, kv)
+        if kv.hidden_states is not None and last == len(self.blocks):
+            kv.hidden_states.flatten(0, 1)[step.slot_mapping] = hidden
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,8 @@ class BlockPool:
         self.ref_counts: list[int] = []  # reference count of each block
         self.prefix_cache = PrefixCache()
         self.evictable: dict[int, None] = {}  # cached blocks without references, the least recently used first
-        self.prefilled_tokens = self.reused_tokens = 0  # of this call's sequences: computed, and found
+        self.prefilled_tokens = self.reused_tokens = 0  # of this call's prompts: computed, and found
+        self.reused_scored_tokens = 0  # of the sequences that this call scores: those whose layers are not computed
         self.affordable_bytes: float | None = None  # the least `free_bytes` of ranks that decode one batch
         self.peak_bytes = 0
 
@@ -67,7 +68,7 @@ class BlockPool:
         if self.kv is not None and self.kv.kind != block.kind:
             self.release()
         self.make, self.block_bytes = make, block.nbytes
-        self.prefilled_tokens = self.reused_tokens = 0
+        self.prefilled_tokens = self.reused_tokens = self.reused_scored_tokens = 0
         self._forget(self.prefix_cache.use(weights))
         referenced = [block for block, count in enumerate(self.ref_counts) if count]
         self.ref_counts = [0] * self.capacity
@@ -225,10 +226,14 @@ class BlockPool:
         self.ref(blocks)
         return blocks
 
-    def reuse(self, token_ids: torch.Tensor) -> tuple[list[int], int]:
+    def reuse(self, token_ids: torch.Tensor, is_prompt: bool = True) -> tuple[list[int], int]:
         """Blocks, with a reference to each, that hold the longest known begin of a sequence, int64 [n], without its
         last token, whose logits are needed; and how many tokens they hold. The last one, if it is not full, is a copy:
-        or the cached block itself, which is forgotten, where there is no room for two."""
+        or the cached block itself, which is forgotten, where there is no room for two.
+
+        is_prompt: count the tokens as a prompt's, else as those of a sequence that is scored, whose last token is not
+            computed.
+        """
         blocks, partial, common = self.prefix_cache.match(token_ids[:-1].cpu())
         self.ref(blocks)
         if common and len(self.free_blocks) + len(self.evictable) > (partial in self.evictable):
@@ -243,8 +248,11 @@ class BlockPool:
         else:
             own, common = [], 0
         reused = len(blocks) * BLOCK_SIZE + common
-        self.reused_tokens += reused
-        self.prefilled_tokens += len(token_ids) - reused
+        if is_prompt:
+            self.reused_tokens += reused
+            self.prefilled_tokens += len(token_ids) - reused
+        else:
+            self.reused_scored_tokens += reused
         return blocks + own, reused
 
     def copy(self, sources: list[int], targets: list[int]) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -10,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from hybrid.decoders.batch import BLOCK_SIZE
 from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.generation.block_pool import BlockPool, blocks_for
-from hybrid.generation.model_runner import hidden_states
+from hybrid.generation.model_runner import Chunk, hidden_states, prefill_chunks
 from hybrid.generation.sampler import score_tokens
 from hybrid.inputs import as_ids, as_mask
 from hybrid.models.modules import hugging_face_model
@@ -56,16 +58,16 @@ def score_packed(
     block_pool.reserve_call(max(sum(blocks_for(length[row]) for row in rows) for rows in runs))
     for rows in runs:
         real = [sequences[row, first[row] : first[row] + length[row]] for row in rows]
-        # Blocks of sequences that were just rolled out are written again, with the values that they have.
-        blocks = [block_pool.same_blocks(ids) for ids in real]
+        blocks, begins = known_blocks(block_pool, real)
         for own, ids in zip(blocks, real, strict=True):
             own += block_pool.allocate(blocks_for(len(ids)) - len(own))
-        for chunks, hidden in hidden_states(decoder, block_pool, real, blocks):
+        computed = hidden_states(decoder, block_pool, [ids[:-1] for ids in real], blocks, begins)
+        for chunks, hidden in itertools.chain(kept_hidden_states(block_pool, blocks, begins), computed):
             # Every token's logits score the next token: its index in `hidden`, the target, and the output's index.
             sources, targets, row_of, column_of = [], [], [], []
             for chunk in chunks:
                 ids, row = real[chunk.sequence], rows[chunk.sequence]
-                positions = torch.arange(chunk.begin, min(chunk.stop, len(ids) - 1))
+                positions = torch.arange(chunk.begin, chunk.stop)
                 sources.append(chunk.row + positions - chunk.begin)
                 targets.append(ids[positions + 1])
                 row_of.append(torch.full_like(positions, row))
@@ -81,6 +83,31 @@ def score_packed(
         for own in blocks:
             block_pool.free(own)
     return Scores(logps, entropies)
+
+
+def known_blocks(block_pool: BlockPool, sequences: list[torch.Tensor]) -> tuple[list[list[int]], list[int]]:
+    """The cached blocks that sequences, int64 [n] each, begin with, with a reference to each, and of how many tokens
+    they have the last layer's output. Without it, blocks are written again, with the values that they have."""
+    if block_pool.kv.hidden_states is None:
+        return [block_pool.same_blocks(ids) for ids in sequences], [0] * len(sequences)
+    known = [block_pool.reuse(ids, is_prompt=False) for ids in sequences]
+    return [own for own, _ in known], [begin for _, begin in known]
+
+
+def kept_hidden_states(
+    block_pool: BlockPool, blocks: list[list[int]], counts: list[int]
+) -> Iterator[tuple[list[Chunk], torch.Tensor]]:
+    """The last layer's output of the first `counts` tokens of each sequence, in its blocks, as `hidden_states` gives
+    it."""
+    for chunks in prefill_chunks([0] * len(counts), counts):
+        slots = [
+            torch.tensor(blocks[chunk.sequence])[(positions := torch.arange(chunk.begin, chunk.stop)) // BLOCK_SIZE]
+            * BLOCK_SIZE
+            + positions % BLOCK_SIZE
+            for chunk in chunks
+        ]
+        kept = block_pool.kv.hidden_states.flatten(0, 1)
+        yield chunks, kept[torch.cat(slots).to(kept.device)]
 
 
 def together(lengths: list[int], most: int, limit: int | None) -> Iterator[range]:

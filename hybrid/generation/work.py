@@ -68,7 +68,8 @@ class Resources:
         try:
             yield TimedDecoder(decoder, self.times) if self.times is not None and self.times.enabled else decoder
         finally:
-            self.profiler.prefilled(self.block_pool.prefilled_tokens, self.block_pool.reused_tokens)
+            pool = self.block_pool
+            self.profiler.prefilled(pool.prefilled_tokens, pool.reused_tokens, pool.reused_scored_tokens)
             self.block_pool.end_call()
 
     def shared(self, decoder: AnyDecoder) -> Shared:

@@ -200,6 +200,28 @@ def _qk_normed(x, inverse_rms, weight, offset, live, FLOAT32_WEIGHT: tl.constexp
 
 
 @triton.jit
+def _keep_kernel(hidden, slot_mapping, address, width, BLOCK: tl.constexpr):
+    """One program per token and BLOCK columns."""
+    token, columns = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = columns < width
+    kept = tl.load(address).to(tl.pointer_type(hidden.dtype.element_ty)) + tl.load(slot_mapping + token) * width
+    tl.store(kept + columns, tl.load(hidden + token.to(tl.int64) * width + columns, mask=live), mask=live)
+
+
+def keep_hidden_states(hidden: torch.Tensor, slot_mapping: torch.Tensor, address: torch.Tensor) -> None:
+    """Copy the last layer's output of each token to its slot of `PagedKV.hidden_states`, without waiting.
+
+    hidden [tokens, width].  slot_mapping: int64 [tokens], the cache position of each token.
+    address: int64 [1], on the device: of the tensor [slots, width], of hidden's dtype, that is written. A CUDA graph
+        reads it from here, and so stays valid when the blocks are allocated again.
+    """
+    require_contiguous(hidden.device, hidden.dtype, hidden)
+    require_contiguous(hidden.device, torch.int64, slot_mapping, address)
+    block, width = 1024, hidden.shape[1]
+    _keep_kernel[(len(hidden), triton.cdiv(width, block))](hidden, slot_mapping, address, width, BLOCK=block)
+
+
+@triton.jit
 def _rope_and_write_kernel(
     q,
     k,

@@ -16,6 +16,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
 
 from hybrid.config import SpeculationConfig
+from hybrid.decoders.batch import KVWeights
 from hybrid.decoders.cuda_decoder import CudaDecoder
 from hybrid.decoders.decode_state import DecodeState
 from hybrid.generation.block_pool import BlockPool
@@ -24,6 +25,7 @@ from hybrid.generation.draws import TokenDraws
 from hybrid.generation.request import Request
 from hybrid.generation.sampler import SamplingMetadata, stream_keys
 from hybrid.generation.scheduler import Scheduler
+from hybrid.generation.scoring import score_packed
 from hybrid.generation.speculation import Speculator
 from hybrid.models.reader import read_decoder
 from tests.decoders.test_cuda_decoder import DEVICE, Decoding, cuda_decoder, sequences, small
@@ -79,10 +81,10 @@ def request(sampling: str, rows: int = 4) -> Request:
 
 @torch.no_grad()
 def completions_of(
-    request: Request, decoder: CudaDecoder, max_num_seqs: int, steps: int, pool=None, speculator=None
+    request: Request, decoder: CudaDecoder, max_num_seqs: int, steps: int, pool=None, speculator=None, weights=None
 ) -> Completions:
     pool = BlockPool(32) if pool is None else pool
-    pool.begin_call(decoder.kv)
+    pool.begin_call(decoder.kv, weights)
     phase = lambda name: contextlib.nullcontext()  # noqa: E731
     return Scheduler(request, decoder, pool, max_num_seqs, phase, steps, speculator=speculator).run()
 
@@ -134,6 +136,30 @@ def test_rows_that_reach_their_limits_have_not_stopped_where_padding_is_a_stop_t
     expected = completions_of(own, single, 8, 1)
     assert (expected.lengths == own.limits).any() and (expected.lengths < own.limits).any(), expected.lengths
     require_equal(completions_of(own, decoder_of(model, 8, monkeypatch), 8, 4), expected)
+
+
+@torch.no_grad()
+def test_the_outputs_that_graphs_keep_are_those_that_scores_compute(monkeypatch):
+    """Also in other blocks than those of the capture."""
+    decoder, pool = decoder_of(one_layer(), 4, monkeypatch), BlockPool(32, extra_bytes=10**6)
+    decoder.keeps_hidden_states, weights = True, KVWeights(0, 0)
+    made = replace(request("plain"), limits=torch.full((4,), NEW), stop_token_ids=torch.tensor([-1]))
+    completions_of(made, decoder, 2, 4)
+    captured = decoder.graphs.capture.captured
+    done = completions_of(made, decoder, 2, 4, pool, weights=weights)
+    assert decoder.graphs.capture.captured == captured
+    prompts = (ids[-length:] for ids, length in zip(made.prompt_ids, made.prompt_lengths, strict=True))
+    rows = [torch.cat([own, more]) for own, more in zip(prompts, done.tokens, strict=True)]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    pool.begin_call(decoder.kv, weights)
+    found = score_packed(decoder, pool, ids, mask, 0.7, 4)
+    assert pool.reused_scored_tokens == mask.sum() - len(ids)
+    pool.begin_call(decoder.kv, KVWeights(1, 0))
+    expected = score_packed(decoder, pool, ids, mask, 0.7, 4)
+    assert pool.reused_scored_tokens == 0
+    torch.testing.assert_close(found.per_token_logps, expected.per_token_logps, rtol=0, atol=2e-6)
+    torch.testing.assert_close(found.entropies, expected.entropies, rtol=0, atol=2e-6)
 
 
 def test_graphs_stop_at_the_stop_tokens_of_the_latest_request(monkeypatch):

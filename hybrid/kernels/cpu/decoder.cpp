@@ -568,6 +568,15 @@ struct Run {
     barrier();
   }
 
+  // Keeps hidden, the last layer's output, for this thread's tokens.
+  void keep(const float* hidden) const {
+    for (int64_t t = rows().first, sequence = 0; t < rows().last; t++) {
+      while (batch.cu_seqlens[sequence + 1] <= t) sequence++;
+      T* row = (T*)d.hidden_states + slot(sequence, t) * d.hidden_size;
+      for (int64_t i = 0; i < d.hidden_size; i++) store(row + i, hidden[t * d.hidden_size + i]);
+    }
+  }
+
   // Logits of every row of hidden, into out [tokens, vocabulary].
   void logits(const float* hidden, float* out) const {
     for (int64_t t = rows().first; t < rows().last; t++) {
@@ -635,6 +644,10 @@ int64_t forward(const Decoder* d, const Batch* batch, int64_t first, int64_t las
   in_dtype(*d, *batch, work, threads, [&](const auto& run) {
     if (first < 0) run.embed(hidden);
     for (int64_t i = std::max<int64_t>(first, 0); i < last; i++) run.layer(d->layers[i], hidden);
+    if (d->hidden_states && last == d->num_layers) {
+      run.barrier();
+      run.keep(hidden);
+    }
   });
   return 0;
 }

@@ -82,6 +82,8 @@ struct Decoder {
   int64_t intermediate_size;  // inputs of `down` or `experts_down`: the maximum over layers
   int64_t num_moe_layers;     // layers with experts
   int16_t* router_indices;    // [cache positions, num_moe_layers, experts_per_token], each token's experts; null: not recorded
+  int64_t num_layers;
+  void* hidden_states;        // [cache positions, hidden_size], each token's output of the last layer; null: not kept
   int64_t lora_ranks;         // sum of the ranks of a layer's LoRA deltas: the maximum over layers and the part outside them
 };
 
