@@ -281,7 +281,7 @@ def test_decoder_records_have_the_names_of_decoder_specs():
     assert spec - names == {"max_positions"}
     sliced = {"embedding_rows", "first_row", "local_rows", "first_expert", "local_experts"}
     sliced |= {"whole_vocabulary", "first_token", "local_tokens"}
-    assert numbers - spec == {"bfloat16", "intermediate_size", "lora_ranks", "num_moe_layers"} | sliced
+    assert numbers - spec == {"bfloat16", "intermediate_size", "lora_ranks", "num_layers", "num_moe_layers"} | sliced
 
 
 def test_layer_records_have_the_names_of_roles():
