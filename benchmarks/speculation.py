@@ -63,7 +63,7 @@ def engine_of(arguments: argparse.Namespace, speculation: dict | None) -> hybrid
     model = (
         AutoModelForCausalLM.from_pretrained(arguments.model) if arguments.model else llama(*SHAPES[arguments.shape])
     )
-    model.generation_config.eos_token_id = None  # rows end by their limits
+    model.generation_config.eos_token_id = model.config.eos_token_id = None  # rows end by their limits
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},

@@ -1,6 +1,6 @@
 """The request and the result of a rollout, SamplingParams and RolloutBatch, with TRL's names; checks of prompts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -154,16 +154,25 @@ class StopAfter:
 
     rows: so many rows are done.  groups: all generations of so many prompts are.  rows_per_group: so many generations
         of each prompt are.
+    counts: with `groups`, called between decode steps with the rows of each complete group, a RolloutBatch with their
+        `row_index`: whether the group counts. So groups that teach nothing make room for the next ones while others
+        still decode. None: every group counts.
     """
 
     rows: int | None = None
     groups: int | None = None
     rows_per_group: int | None = None
+    counts: Callable[["RolloutBatch"], bool] | None = None
 
     def __post_init__(self):
-        given = {name: value for name, value in vars(self).items() if value is not None}
+        given = {name: value for name, value in vars(self).items() if value is not None and name != "counts"}
         if len(given) != 1 or min(given.values()) < 1:
             raise ValueError(f"StopAfter: {given} given; it must be one of rows, groups, rows_per_group, at least 1")
+        if self.counts is not None and (self.groups is None or not callable(self.counts)):
+            raise ValueError(
+                f"StopAfter: counts {self.counts!r} given with {given}; it must be a function of a RolloutBatch, and "
+                "goes with groups alone"
+            )
 
 
 @dataclass(frozen=True)

@@ -229,6 +229,11 @@ class Generator:
         if not call.num_rows:  # join the other ranks' collectives: draw one token and discard it
             return self.rollout(call.dummy(), adapters, weight_version).select_rows([])
         require_generate(self.info)
+        if call.asks and self.calls.exchanges_work:
+            raise NotImplementedError(
+                "rollout: StopAfter(counts=...) is not available where ranks of inference_tp_size decode "
+                "together; leave counts out, and call again for the groups that are missing"
+            )
         rows, params = self._rows(call), call.params
         before = self.profiler.stats()
         if call.environment is not None:
@@ -246,8 +251,10 @@ class Generator:
             if decoder is None:
                 done = self._complete_natively(request, rows, call)
             else:
-                tell = None if call.on_rows is None else partial(tell_rows, call.on_rows, rows, request, weight_version)
-                work = CompletionWork(request, call.environment, tell, range(len(rows)))
+                tell = partial(give_rows, rows=rows, request=request, weight_version=weight_version)
+                on_end = None if call.on_rows is None else partial(tell, call.on_rows)
+                counts = partial(tell, call.stop_after.counts) if call.asks else None
+                work = CompletionWork(request, call.environment, on_end, counts, range(len(rows)))
                 done = self.calls.compute(decoder, work).trimmed()
         sampled = int(done.lengths.sum()) - sum(request.begun_lengths())
         self.profiler.generated(len(rows), sampled)
@@ -383,15 +390,15 @@ class Generator:
         return self.kv_cache.peak_bytes + self.block_pool.peak_bytes
 
 
-def tell_rows(
-    on_rows: Callable[[RolloutBatch], None],
+def give_rows(
+    function: Callable[[RolloutBatch], Any],
+    ended: list[int],
+    done: Completions,
     rows: RolloutRows,
     request: Request,
     weight_version: int,
-    ended: list[int],
-    done: Completions,
-) -> None:
-    """Give rows that have ended to the caller.  done: of all rows, so far."""
+) -> Any:
+    """The result of the caller's function of rows that have ended.  done: of all rows, so far."""
     done = done.select(ended).trimmed()
     batch = rollout_batch(rows.select(ended), done, request.stop_token_ids, weight_version, {})
-    on_rows(batch.renumbered(ended))
+    return function(batch.renumbered(ended))

@@ -75,14 +75,18 @@ class Begun:
 
 @dataclass(frozen=True)
 class Quota:
-    """How many of these groups of rows must finish, each with all of its rows; then the other rows stop, unfinished."""
+    """How many of these groups of rows must finish, each with all of its rows; then the other rows stop, unfinished.
+
+    asks: whether the caller decides which groups count.
+    """
 
     groups: tuple[tuple[int, ...], ...]
     count: int
+    asks: bool = False
 
     def shifted(self, first: int) -> "Quota":
         """The same for rows that come `first` rows later."""
-        return Quota(tuple(tuple(row + first for row in group) for group in self.groups), self.count)
+        return replace(self, groups=tuple(tuple(row + first for row in group) for group in self.groups))
 
 
 class Failure(NamedTuple):

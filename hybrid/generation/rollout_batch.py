@@ -87,6 +87,11 @@ class RolloutCall:
         given = {"an environment": self.environment, "resume": self.resume, "stop_after": self.stop_after}
         return " and ".join(name for name, value in given.items() if value is not None)
 
+    @property
+    def asks(self) -> bool:
+        """Whether the caller decides which complete groups count."""
+        return self.stop_after is not None and self.stop_after.counts is not None
+
     def dummy(self) -> "RolloutCall":
         """A call of one row and one token."""
         ids = self.prompt_ids.new_zeros(1, max(self.prompt_ids.shape[1], 1))
@@ -203,7 +208,7 @@ class RolloutRows:
             by_group.setdefault(group, []).append(row)
         groups = tuple(map(tuple, by_group.values()))
         if stop_after.groups is not None:
-            return (Quota(groups, min(stop_after.groups, len(groups))),)
+            return (Quota(groups, min(stop_after.groups, len(groups)), asks=stop_after.counts is not None),)
         if stop_after.rows is not None:
             return (Quota(single_rows(range(len(self))), min(stop_after.rows, len(self))),)
         return tuple(Quota(single_rows(rows), min(stop_after.rows_per_group, len(rows))) for rows in groups)

@@ -73,23 +73,40 @@ def group_by_prompt(
 class OpenQuota:
     """A Quota that is not reached yet.
 
-    group_of: for each row that has not ended, those of its group.  left: groups that must still end.
+    group_of: for each row that has not ended, the rows of its group.  missing: how many rows of each group have not
+    ended.  left: groups that must still end.  asks: as Quota's.  complete: groups of which it has not been asked yet.
     """
 
-    group_of: dict[int, set[int]]
+    group_of: dict[int, tuple[int, ...]]
+    missing: dict[tuple[int, ...], int]
     left: int
+    asks: bool
+    complete: list[tuple[int, ...]] = field(default_factory=list)
 
     @classmethod
     def of(cls, quota: Quota) -> "OpenQuota":
         """A quota of which no row has ended."""
-        return cls({row: rows for rows in map(set, quota.groups) for row in rows}, quota.count)
+        group_of = {row: group for group in quota.groups for row in group}
+        return cls(group_of, {group: len(group) for group in quota.groups}, quota.count, quota.asks)
 
     def end(self, row: int) -> None:
         """A row has ended."""
         group = self.group_of.pop(row, None)
-        if group is not None:
-            group.remove(row)
-            self.left -= not group
+        if group is None:
+            return
+        self.missing[group] -= 1
+        if self.missing[group]:
+            return
+        if self.asks:
+            self.complete.append(group)
+        else:
+            self.left -= 1
+
+    def ask(self, counts: Callable[[list[int]], bool]) -> None:
+        """Count the complete groups for which `counts` gives True."""
+        complete, self.complete = self.complete, []
+        for group in complete:
+            self.left -= bool(counts(list(group)))
 
 
 class Checked(NamedTuple):
@@ -115,6 +132,7 @@ class Scheduler:
         kernels sample, which stop by themselves, and more on devices, which a check waits for.
     environment: of the rows, if the request has limits for one.
     on_end: called with rows that are done for good, and their results so far.
+    counts: called with the rows of a complete group, and the results so far, where a quota asks.
     speculator: decides where steps verify drafts; None: nowhere.
     """
 
@@ -128,6 +146,7 @@ class Scheduler:
         num_scheduler_steps: int | None = None,
         environment: EnvironmentLoop | None = None,
         on_end: Callable[[list[int], Completions], None] | None = None,
+        counts: Callable[[list[int], Completions], bool] | None = None,
         speculator: Speculator | None = None,
     ):
         if not decoder.samples_with_penalties:
@@ -139,7 +158,7 @@ class Scheduler:
         on_cpu = STEPS_IN_KERNEL if self.samples_in_kernel else 1
         usual = on_cpu if decoder.device.type == "cpu" else STEPS_ON_DEVICES
         self.num_scheduler_steps = num_scheduler_steps or usual
-        self.environment, self.on_end = environment, on_end
+        self.environment, self.on_end, self.counts = environment, on_end, counts
         self.outcomes = [RowOutcome() for _ in request.prompt_lengths]
         device = decoder.device
         self.runner = ModelRunner(decoder, block_pool, request.longest)
@@ -438,6 +457,7 @@ class Scheduler:
             self.remove(stay, [sequence.length for sequence in ended], steps)
         for sequence in ended:
             self.end_turn(sequence)
+        self.ask_quotas()
         self.stop_unneeded()
         self.report()
 
@@ -464,6 +484,13 @@ class Scheduler:
         self.max_blocks, self.running = (
             [by_sequence[index] for index in stay] for by_sequence in (self.max_blocks, self.running)
         )
+
+    def ask_quotas(self) -> None:
+        """Ask the caller which of the groups that are complete by now count."""
+        for quota in self.quotas:
+            if quota.complete:
+                done = self.completions()
+                quota.ask(lambda rows, done=done: self.counts(rows, done))
 
     def stop_unneeded(self) -> None:
         """Stop the rows of quotas that are reached: they stay unfinished, with the tokens that they have."""

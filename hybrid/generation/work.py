@@ -98,16 +98,18 @@ class CompletionWork(Work):
 
     environment: of the rows, where the request has limits for one.
     on_end: called with rows that have ended and the results so far, on the rank that asked.
+    counts: called with the rows of a complete group and the results so far, where the request's quota asks.
     own: this rank's rows of the request, which is of several ranks once it is joined.
     """
 
     request: Request
     environment: Any = None
     on_end: Callable[[list[int], Completions], None] | None = None
+    counts: Callable[[list[int], Completions], bool] | None = None
     own: range = range(0)
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "environment": None, "on_end": None, "own": range(0)}
+        return {**self.__dict__, "environment": None, "on_end": None, "counts": None, "own": range(0)}
 
     @property
     def key(self) -> Hashable:
@@ -122,7 +124,7 @@ class CompletionWork(Work):
             most = ranks * resources.max_num_seqs
             with self._environment_loop(decoder) as loop:
                 more = {"environment": loop, "on_end": None if self.on_end is None else self._tell_own_rows}
-                more["speculator"] = resources.speculator
+                more |= {"speculator": resources.speculator, "counts": self.counts}
                 done = Scheduler(
                     self.request, decoder, resources.block_pool, most, resources.profiler.phase, **more
                 ).run()

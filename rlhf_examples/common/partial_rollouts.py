@@ -4,6 +4,7 @@ done, and the other completions go on in the next rollout, under its weights.
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,10 @@ from rlhf_examples.data.examples import RowStream, collate_prompts
 
 @dataclass
 class Group:
-    """A prompt and its completions that are done.  scores: of `Rewards.scores_by_name`, once it is complete."""
+    """A prompt and its completions that are done.
+
+    scores: of `Rewards.scores_by_name`, float32 [rows] each; empty until it is complete and scored.
+    """
 
     prompt: Row
     parts: list[hybrid.RolloutBatch] = field(default_factory=list)
@@ -72,8 +76,8 @@ class PartialRollouts:
         """This rank's groups of an iteration, scored, and metrics of all ranks. Every rank takes part.
 
         With `dynamic_sampling` a group whose scores are all equal is dropped, and the rollout goes on until another one
-        is done, in up to `max_num_gen_batches` calls; if that is not enough, dropped groups stay, masked out of the
-        loss.
+        is done: in the same call where reward functions can be asked while others decode, and in up to
+        `max_num_gen_batches` calls; if that is not enough, dropped groups stay, masked out of the loss.
         """
         wanted, rounds, started = args.per_device_generation_batch_size, 0, 0
         kept: list[Group] = []
@@ -81,23 +85,35 @@ class PartialRollouts:
         self.timings = Counter()
         while rounds == 0 or (rounds < args.max_num_gen_batches and self._any_rank_needs(wanted - len(kept))):
             missing = wanted - len(kept)
-            needed = max(missing - len(self.ready), 0)
-            started += self._roll_out(policy, tokenizer, prompts, needed, iteration, started, args)
+            useful = sum(not group.scores or differs(group, rewards) for group in self.ready)
+            needed = max(missing - (useful if args.dynamic_sampling else len(self.ready)), 0)
+            started += self._roll_out(policy, rewards, tokenizer, prompts, needed, iteration, started, args)
             phases.end("rollout")
-            candidates, self.ready = self.ready[:missing], self.ready[missing:]
-            score(candidates, rewards, tokenizer)
+            newly_kept, newly_dropped = self._take_ready(missing, rewards, tokenizer, args)
+            kept, dropped = kept + newly_kept, dropped + newly_dropped
             phases.end("rewards")
-            for group in candidates:
-                differs = not args.dynamic_sampling or rewards_differ(group.scores[rewards.name], len(group)).item()
-                (kept if differs else dropped).append(group)
             rounds += 1
-        judged, missing = kept + dropped, wanted - len(kept)
+        missing = wanted - len(kept)
         groups = self._joined(kept + dropped[len(dropped) - missing :], tokenizer.pad_token_id)
         rewards.last_scores = groups.scores
         metrics = self._metrics(groups.batch)
         if args.dynamic_sampling:
-            metrics |= dynamic_sampling_metrics(judged, missing, rounds, rewards.name)
+            metrics |= dynamic_sampling_metrics(kept + dropped, missing, rounds, rewards.name)
         return groups, metrics
+
+    def _take_ready(
+        self, count: int, rewards: Rewards, tokenizer: PreTrainedTokenizerBase, args: GRPOArguments
+    ) -> tuple[list[Group], list[Group]]:
+        """Take complete groups, the oldest first, until `count` are kept; returns those, and those that are dropped."""
+        kept: list[Group] = []
+        dropped: list[Group] = []
+        while self.ready and len(kept) < count:
+            candidates = self.ready[: count - len(kept)]
+            self.ready = self.ready[len(candidates) :]
+            score([group for group in candidates if not group.scores], rewards, tokenizer)
+            for group in candidates:
+                (kept if not args.dynamic_sampling or differs(group, rewards) else dropped).append(group)
+        return kept, dropped
 
     def _any_rank_needs(self, groups: int) -> bool:
         return over_ranks(torch.tensor(groups, device=device()), dist.ReduceOp.MAX).item() > 0
@@ -105,6 +121,7 @@ class PartialRollouts:
     def _roll_out(
         self,
         policy: hybrid.HybridEngine,
+        rewards: Rewards,
         tokenizer: PreTrainedTokenizerBase,
         prompts: RowStream,
         needed: int,
@@ -112,7 +129,8 @@ class PartialRollouts:
         started: int,
         args: GRPOArguments,
     ) -> int:
-        """Roll out until `needed` more groups are complete; returns how many prompts all ranks began.
+        """Roll out until `needed` more groups are complete, with unequal scores if they can be asked for while others
+        decode; returns how many prompts all ranks began.
 
         started: prompts that all ranks have begun in this iteration; the sampling keys depend on it.
         """
@@ -125,21 +143,39 @@ class PartialRollouts:
         ids = mask = torch.zeros(0, 1, dtype=torch.int64)
         if rows:
             ids, mask = collate_prompts(rows, tokenizer.pad_token_id).values()
+        of_rows = (self.numbers if resume is not None else []) + [
+            n for n in numbers for _ in range(args.num_generations)
+        ]
+        counts = None
+        if needed and scores_while_decoding(rewards, args):
+            counts = partial(self._score_and_compare, of_rows, rewards, tokenizer)
         batch = policy.rollout(
             ids,
             mask,
             with_turn_end(sampling(args, sampling_seed(args.seed, iteration)), tokenizer),
             args.num_generations,
             row_ids=started + first + torch.arange(len(rows)),
-            stop_after=hybrid.StopAfter(groups=max(needed, 1)),
+            stop_after=hybrid.StopAfter(groups=max(needed, 1), counts=counts),
             resume=resume,
         )
         self.timings.update(batch.timings)
         self.weight_version = batch.weight_version
         if needed:
-            of_new = [number for number in numbers for _ in range(args.num_generations)]
-            self._take(batch, (self.numbers if resume is not None else []) + of_new, args.num_generations)
+            self._take(batch, of_rows, args.num_generations)
         return total
+
+    def _score_and_compare(
+        self, numbers: list[int], rewards: Rewards, tokenizer: PreTrainedTokenizerBase, batch: hybrid.RolloutBatch
+    ) -> bool:
+        """Score a group whose last rows have just ended; returns whether its scores differ.
+
+        numbers: the group of each row of the call.
+        """
+        group = self.open[numbers[batch.row_index[0].item()]]
+        whole = Group(group.prompt, [*group.parts, batch])
+        score([whole], rewards, tokenizer)
+        group.scores = whole.scores
+        return differs(whole, rewards)
 
     def _new_prompts(self, prompts: RowStream, count: int) -> tuple[list[Row], int, int]:
         """The next `count` prompts of this rank, the number of the first among those of all ranks, and their number."""
@@ -231,19 +267,31 @@ def score(groups: list[Group], rewards: Rewards, tokenizer: PreTrainedTokenizerB
         group.scores = {name: values[rows] for name, values in scores.items()}
 
 
-def dynamic_sampling_metrics(judged: list[Group], missing: int, rounds: int, name: str) -> Metrics:
+def scores_while_decoding(rewards: Rewards, args: GRPOArguments) -> bool:
+    """Whether dynamic sampling asks for a group's scores while others decode: reward functions only, as reward models
+    and the ranks of tensor parallelism have collectives of their own.
+    """
+    return args.dynamic_sampling and not rewards.has_models and args.inference_tp_size == 1
+
+
+def differs(group: Group, rewards: Rewards) -> bool:
+    """Whether a scored group's scores differ."""
+    return bool(rewards_differ(group.scores[rewards.name], len(group)).item())
+
+
+def dynamic_sampling_metrics(scored: list[Group], missing: int, rounds: int, name: str) -> Metrics:
     """Metrics of dynamic sampling, over all ranks.
 
-    judged: all scored groups.  missing: how many of the iteration's groups have equal scores.  name: of the reward.
+    scored: all scored groups.  missing: how many of the iteration's groups have equal scores.  name: of the reward.
     """
-    scores = torch.cat([group.scores[name] for group in judged])
+    scores = torch.cat([group.scores[name] for group in scored])
     sums = sums_over_ranks(
         {
-            "groups": len(judged),
+            "groups": len(scored),
             "missing": missing,
             "scored": (~scores.isnan()).sum(),
             "scores": scores.nansum(),
-            "dropped": sum(not rewards_differ(group.scores[name], len(group)).item() for group in judged) - missing,
+            "dropped": sum(not rewards_differ(group.scores[name], len(group)).item() for group in scored) - missing,
         }
     )
     return {
@@ -256,9 +304,9 @@ def dynamic_sampling_metrics(judged: list[Group], missing: int, rounds: int, nam
 
 
 def moved(group: Group, to: torch.device) -> Group:
-    """A group whose completions are on a device."""
+    """A group whose completions and scores are on a device."""
     parts = [
         replace(part, **{name: value.to(to) for name, value in part.tensors().items() if name != "router_indices"})
         for part in group.parts
     ]
-    return replace(group, parts=parts)
+    return replace(group, parts=parts, scores={name: values.to(to) for name, values in group.scores.items()})

@@ -69,6 +69,62 @@ def test_rows_that_are_stopped_go_on_to_the_tokens_without_the_stop(ranks, mode,
     ranks.run(check_stop_and_resume, MODES[mode], stop)
 
 
+def check_groups_that_count(blocks: dict) -> None:
+    """Each complete group is asked for once, while others decode; one that does not count lets the rollout go on."""
+    rank = dist.get_rank()
+    engine = engine_of(tiny_model("llama"), settings(3, **blocks))
+    ids, mask = prompts(6, 5 + 3 * rank, padded=True, seed=rank)
+    whole = engine.rollout(ids, mask, SAMPLING, num_generations=2)
+    asked: list[int] = []
+
+    def counts(batch: hybrid.RolloutBatch) -> bool:
+        rows = batch.row_index.tolist()
+        assert len(rows) == 2 and rows[0] // 2 == rows[1] // 2
+        for row in rows:
+            assert row_of(batch, row) == row_of(whole, row)
+        asked.append(rows[0] // 2)
+        return len(asked) > 1
+
+    every = engine.rollout(ids, mask, SAMPLING, num_generations=2, stop_after=StopAfter(groups=1))
+    batch = engine.rollout(ids, mask, SAMPLING, num_generations=2, stop_after=StopAfter(groups=1, counts=counts))
+    assert len(asked) == len(set(asked)) >= 2
+    assert set(asked) <= {row // 2 for row in finished(batch)} and batch.unfinished is not None
+    assert finished(every) < finished(batch), "the group that does not count stopped the rollout"
+    for row in finished(batch):
+        assert row_of(batch, row) == row_of(whole, row)
+    none = StopAfter(groups=2, counts=lambda batch: False)
+    assert engine.rollout(ids, mask, SAMPLING, num_generations=2, stop_after=none).unfinished is None
+    rest = engine.rollout(None, None, SAMPLING, resume=batch.unfinished)
+    for index, row in enumerate(batch.unfinished.row_index.tolist()):
+        assert row_of(rest, index) == row_of(whole, row)
+
+
+@pytest.mark.parametrize("mode", ["one rank", "streamed", "few at once"])
+def test_groups_that_do_not_count_let_others_take_their_place(ranks, mode):
+    ranks.run(check_groups_that_count, MODES[mode])
+
+
+def check_counts_raises() -> None:
+    """An error of the caller's function leaves the engine as it was, and the ranks together."""
+    engine = engine_of(tiny_model("llama"), settings(3))
+    ids, mask = prompts(3, 6, padded=True)
+    expected = engine.rollout(ids, mask, SAMPLING)
+
+    def counts(batch: hybrid.RolloutBatch) -> bool:
+        raise KeyError("no reward")
+
+    with pytest.raises(KeyError, match="no reward"):
+        engine.rollout(ids, mask, SAMPLING, stop_after=StopAfter(groups=1, counts=counts))
+    assert torch.equal(engine.rollout(ids, mask, SAMPLING).completion_ids, expected.completion_ids)
+    parallel = engine_of(tiny_model("llama"), settings(3, **MODES["tensor parallel"]))
+    with pytest.raises(NotImplementedError, match="inference_tp_size decode together; leave counts out"):
+        parallel.rollout(ids, mask, SAMPLING, stop_after=StopAfter(groups=1, counts=bool))
+
+
+def test_errors_of_counts_and_tensor_parallelism_raise(ranks):
+    ranks.run(check_counts_raises)
+
+
 def check_new_weights() -> None:
     """Each stretch has the version and the logprobs of its own weights."""
     model = tiny_model("llama")
@@ -133,6 +189,8 @@ def check_wrong_arguments() -> None:
         (ValueError, "it must be one of rows, groups, rows_per_group", lambda: StopAfter()),
         (ValueError, "at least 1", lambda: StopAfter(rows=0)),
         (ValueError, "it must be one of", lambda: StopAfter(rows=1, groups=1)),
+        (ValueError, "a function of a RolloutBatch, and goes with groups", lambda: StopAfter(rows=1, counts=bool)),
+        (ValueError, "it must be a function of a RolloutBatch", lambda: StopAfter(groups=1, counts=3)),
         (TypeError, "int given; it must be a hybrid.StopAfter", lambda: engine.rollout(*given, stop_after=3)),
         (TypeError, "list given; it must be a hybrid.UnfinishedRows", lambda: engine.rollout(*given, resume=[])),
         (TypeError, "NoneType given", lambda: engine.rollout(None, None, SAMPLING)),

@@ -94,7 +94,14 @@ def check_iterations(directory, changes: dict) -> None:
     actor, prompts = Actor.load(args, 5, needs_reference=False), RowStream(examples, args.seed)
     rewards, partial = load_rewards(args.reward, [], args), Checked()
     partial.used, partial.stopped, partial.mixed = Counter(), {}, 0
-    dropped, stale_tokens = 0, []
+    dropped, stale_tokens, rollouts = 0, [], []
+    rollout = actor.policy.rollout
+
+    def counted(*args, **kwargs):
+        rollouts.append(kwargs["stop_after"])
+        return rollout(*args, **kwargs)
+
+    actor.policy.rollout = counted
     for iteration in range(1, 6):
         actor.policy.eval()
         metrics = grpo_iteration(actor, rewards, tokenizer, prompts, iteration, args, partial)
@@ -103,6 +110,9 @@ def check_iterations(directory, changes: dict) -> None:
         if args.dynamic_sampling and not metrics["dynamic_sampling/groups_without_spread"]:
             assert rewards_differ(rewards.last_scores[rewards.name], 4).all()
         assert metrics["loss"] == metrics["loss"], "not finite"
+    if args.dynamic_sampling:
+        assert any(stop.counts for stop in rollouts), "no call replaced groups while others decoded"
+        assert dropped > len(rollouts) - 5, "a dropped group cost a call each time"
     assert stale_tokens[0] == 0 and max(stale_tokens) > 0, "no completion went on under other weights"
     assert partial.mixed and partial.stopped, "no completion has tokens of two weights"
     left = [group.prompt["prompt"] for group in [*partial.open.values(), *partial.ready]]
