@@ -4,20 +4,23 @@
 
 Contenders train from the same weights on the same prompts and alternate in one process group: a round is a short
 training of each with TRL's defaults (gradient checkpointing is on). Needs TRL 1.16 (`pip install trl`). All completions
-have the maximum length. The coverage of this engine's rollouts is printed below the table.
+have the maximum length. The coverage of this engine's rollouts is printed below the table. `--output` writes every
+time to a JSON file, from which `benchmarks.iteration_plot` draws the README's picture.
 """
 
 import argparse
 import contextlib
 import copy
 import io
+import json
 import logging
 import os
 import statistics
 import tempfile
 import time
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import deepspeed
 import torch
@@ -31,7 +34,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hybrid
 from benchmarks.cases import SHAPES, make_model
-from benchmarks.modes import machine
+from benchmarks.rollout import hardware
 from hybrid.compat.trl import rollout_func
 
 END, PROMPT_LENGTH = 2, 32
@@ -75,12 +78,17 @@ def main() -> None:
             train(contender, copy.deepcopy(model), args)
     if dist.get_rank() == 0:
         size = sum(parameter.numel() for parameter in model.parameters())
-        print(
-            f"{size / 1e6:.0f}M parameters, {args.dtype}, {dist.get_world_size()} ranks on {machine()}; "
+        title = (
+            f"{size / 1e6:.0f}M parameters, {args.dtype}, {dist.get_world_size()} ranks on {hardware()}; "
             f"{args.sequences} sequences per rank in groups of {args.num_generations}, {PROMPT_LENGTH} + "
             f"{args.new_tokens} tokens; {args.rounds} rounds of {args.steps} steps in alternation"
         )
+        print(title)
         print_table(contenders)
+        if args.output:
+            times = {name: asdict(contender) for name, contender in contenders.items()}
+            args.output.parent.mkdir(parents=True, exist_ok=True)
+            args.output.write_text(json.dumps({"title": title, "contenders": times}, indent=1) + "\n")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -233,6 +241,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="measured steps per round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--contenders", nargs="*", help="names in the table; default: all")
+    parser.add_argument("--output", type=Path, help="a JSON file for every time")
     return parser.parse_args()
 
 

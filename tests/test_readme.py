@@ -66,3 +66,24 @@ def test_the_settings_table_matches_the_settings():
         for name, field in kind.model_fields.items()
     }
     assert rows == settings
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) < 150
+
+
+def test_each_cell_of_the_comparison_has_a_source():
+    table = README[README.index("## Compared with") :].split("\n\n")[1]
+    header, _, *rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
+    assert len(header) == 5 and len(rows) >= 8  # the first cell is empty, and stripped
+    for name, *cells in rows:
+        assert len(cells) == 5, name
+        for cell in cells:
+            assert re.search(r"\]\[|\]\(", cell) or cell == "**not yet**", (name, cell)
+
+
+def test_the_readmes_links_lead_somewhere():
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
+    defined = set(re.findall(r"^\[([\w-]+)\]: https://", README, re.M))
+    assert set(re.findall(r"\]\[([\w-]+)\]", README)) == defined
