@@ -57,8 +57,10 @@ def picture(report: dict[str, Any]) -> str:
             for x, seconds in ((LEFT, generation), (LEFT + generation * scale, rest))
             if seconds * scale > 40
         ]
-    height = TOP + len(bars) * ROW + 26
-    lines.append(text(16, height - 14, report["title"], "small"))
+    bottom = TOP + len(bars) * ROW
+    notes = [note.strip() for note in report["title"].replace("; ", ";\n", 1).splitlines()]  # the machine, the settings
+    lines += [text(16, bottom + 12 + 18 * row, note, "small") for row, note in enumerate(notes)]
+    height = bottom + 8 + 18 * len(notes)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">\n'
         f"<title>Where the time of a GRPO step goes</title>\n<style>{STYLE}</style>\n"
