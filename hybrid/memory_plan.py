@@ -118,7 +118,7 @@ class MemoryPlanner:
         with streamed ones. Gives whether they are. A collective."""
         if self.builder.stage == 3:  # else they are whole already
             limit = self._agreed_limit()
-            whole, streamed = (self._num_seqs_that_fit(mode, limit) for mode in (Mode(), Mode(streaming=True)))
+            whole, streamed = (self.num_seqs_that_fit(mode, limit) for mode in (Mode(), Mode(streaming=True)))
             if not whole == streamed > 0:
                 return False
         self.in_use = Mode()
@@ -134,7 +134,7 @@ class MemoryPlanner:
         allowed = [mode for mode in self.builder.modes() if mode.streaming is not pinned]
         allowed = [mode for mode in allowed if size == "auto" or mode.tp_size == size]
         self.limit = self._agreed_limit()
-        num_seqs = {mode: self._num_seqs_that_fit(mode, self.limit) for mode in allowed}
+        num_seqs = {mode: self.num_seqs_that_fit(mode, self.limit) for mode in allowed}
         self.in_use = chosen = max(allowed, key=num_seqs.get)
         tokens = self.settings.max_out_tokens
         if not num_seqs[chosen]:
@@ -154,7 +154,7 @@ class MemoryPlanner:
         """The bytes that inference may add: the setting's, else the least that is free on a rank. A collective."""
         return agreed(free_bytes()) if self.limit is None else self.limit
 
-    def _num_seqs_that_fit(self, mode: Mode, limit: int) -> int:
+    def num_seqs_that_fit(self, mode: Mode, limit: int) -> int:
         """How many sequences of `max_out_tokens` tokens fit at once, up to `max_num_seqs`, on every rank. A
         collective."""
         need = self._need(mode)

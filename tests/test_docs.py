@@ -71,6 +71,7 @@ def test_files_named_in_pages_exist(page):
     text = page.read_text()
     names = set(re.findall(r"`((?:hybrid|rlhf_examples|configs|tests|docs|benchmarks)/[\w./]+)`", text))
     names |= set(re.findall(r"configs/\w+\.(?:yaml|json)", text))
+    names |= set(re.findall(r"\]\(((?:docs|tests)/[\w./]+)\)", text))
     assert len(names) > 8 or page != ROOT / "README.md"
     assert [name for name in names if not (ROOT / name).exists()] == []
     pictures = re.findall(r"!\[.*?\]\((.*?)\)", text)

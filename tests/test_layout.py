@@ -15,6 +15,7 @@ from hybrid.compat.trl import rollout_func
 ROOT = Path(__file__).resolve().parents[1]
 # Top-down. A file may import from its own layer and from those below, never from above.
 LAYERS = [
+    ("hybrid.__main__",),
     ("hybrid", "hybrid.hybrid_engine", "hybrid.inference_engine", "hybrid.integrations"),
     ("hybrid.compat",),
     ("hybrid.environments",),
@@ -25,6 +26,7 @@ LAYERS = [
     ("hybrid.engine",),
     ("hybrid.inference",),
     ("hybrid.deepspeed_api",),
+    ("hybrid.doctor", "hybrid.offline_plan"),
     ("hybrid.memory_plan",),
     ("hybrid.build",),
     ("hybrid.generation",),

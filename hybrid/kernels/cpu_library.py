@@ -12,6 +12,7 @@ import hashlib
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -105,12 +106,10 @@ def built(flags: Sequence[str]) -> Path:
 
     Raises OSError without a compiler or a writable directory, CalledProcessError if compiling fails.
     """
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
-        raise OSError(f"no C++ compiler: none of {', '.join(COMPILERS)} is there")
+    compiler = compiler_command()
     sources = sorted(SOURCES.glob("*"))
     content = b"\0".join(path.read_bytes() for path in sources)
-    key = hashlib.sha256(content + " ".join([compiler, *flags, processor(), torch.__version__]).encode())
+    key = hashlib.sha256(content + " ".join([*compiler, *flags, processor(), torch.__version__]).encode())
     folder = cache_folder()
     path = folder / f"kernels-{key.hexdigest()[:16]}.so"
     if path.exists():  # complete: it is moved here after linking
@@ -122,13 +121,26 @@ def built(flags: Sequence[str]) -> Path:
     return path
 
 
-def compile_into(path: Path, compiler: str, flags: Sequence[str]) -> None:
+def compiler_command() -> list[str]:
+    """The C++ compiler: `$CXX`, which may have arguments, else the first of COMPILERS that is there. Raises OSError if
+    there is none."""
+    if chosen := shlex.split(os.environ.get("CXX", "")):
+        if (path := shutil.which(chosen[0])) is None:
+            raise OSError(f"no C++ compiler: CXX={os.environ['CXX']!r} is not there")
+        return [path, *chosen[1:]]
+    path = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if path is None:
+        raise OSError(f"no C++ compiler: none of {', '.join(COMPILERS)} is there")
+    return [path]
+
+
+def compile_into(path: Path, compiler: Sequence[str], flags: Sequence[str]) -> None:
     """Compile cpu/decoder.cpp to the shared library `path`, atomically. Raises CalledProcessError if that fails."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         objects, library = Path(folder, "kernels.o"), Path(folder, "kernels.so")
         steps = (
-            [compiler, *flags, "-c", str(SOURCES / "decoder.cpp"), "-o", str(objects)],
-            [compiler, "-shared", str(objects), "-o", str(library)],  # without -fopenmp: torch's runtime is used
+            [*compiler, *flags, "-c", str(SOURCES / "decoder.cpp"), "-o", str(objects)],
+            [*compiler, "-shared", str(objects), "-o", str(library)],  # without -fopenmp: torch's runtime is used
         )
         for step in steps:
             subprocess.run(step, check=True, capture_output=True, text=True)

@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import os
+import shutil
 import stat
 import subprocess
 import threading
@@ -322,7 +323,7 @@ def compiled(monkeypatch) -> list[Path]:
 
     def write(path: Path, compiler: str, flags: tuple[str, ...]) -> None:
         paths.append(path)
-        path.write_text(" ".join([compiler, *flags]))
+        path.write_text(" ".join([*compiler, *flags]))
 
     monkeypatch.setattr(kernels, "compile_into", write)
     return paths
@@ -332,6 +333,18 @@ def test_without_a_compiler_torch_is_used_and_the_warning_says_so(cache, monkeyp
     monkeypatch.setattr(kernels, "COMPILERS", ("no-such-compiler", "nor-this"))
     with pytest.warns(UserWarning, match="torch's are used: no C\\+\\+ compiler: none of no-such-compiler, nor-this"):
         assert kernels.cpu_library.__wrapped__() is None
+
+
+def test_the_environment_chooses_the_compiler(cache, compiled, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    first = kernels.built(("-O1",))
+    monkeypatch.setenv("CXX", "cat -u")  # any program with an argument
+    second = kernels.built(("-O1",))
+    assert compiled == [first, second], "another compiler makes another library"
+    assert second.read_text() == f"{shutil.which('cat')} -u -O1"
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(OSError, match="CXX='no-such-compiler' is not there"):
+        kernels.built(("-O1",))
 
 
 def test_without_anything_on_the_path_torch_is_used(cache, monkeypatch):

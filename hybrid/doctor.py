@@ -1,0 +1,243 @@
+"""Checks of a machine: what `hybrid doctor` prints. Each check is a function that yields `Finding`s."""
+
+import importlib.metadata
+import os
+import platform
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+from packaging.requirements import Requirement
+from packaging.version import Version
+from torch.utils import cpp_extension
+
+from hybrid.extension_lock import age_of, is_abandoned
+from hybrid.kernels import has_triton
+from hybrid.kernels.cpu_library import FLAGS, built, compiler_command, opened
+
+OK, WARNING, PROBLEM = "ok", "warning", "problem"
+PACKAGE = "hybrid-engine"
+OPTIONAL = ("trl", "triton", "flashinfer-python", "ray", "vllm")
+# A macro that the compiler defines, and the instructions that the kernels then use.
+MACROS = {
+    "__AVX2__": "AVX2",
+    "__AVX512F__": "AVX-512",
+    "__AVX512BF16__": "bfloat16",
+    "__AVX512VNNI__": "VNNI",
+    "__AMX_BF16__": "AMX bfloat16",
+    "__ARM_NEON": "NEON",
+}
+VARIABLES = re.compile(r"(DS_|NCCL_|GLOO_|OMP_|MASTER_|TORCH_|CUDA_|HF_|TRITON_|XDG_CACHE|RANK|WORLD_SIZE|LOCAL_RANK)")
+SUM_OF_TWO = """
+import sys, torch, torch.distributed as dist
+rank, backend, store = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2)
+value = torch.ones(1, device=f"cuda:{rank}" if backend == "nccl" else "cpu")
+dist.all_reduce(value)
+assert value.item() == 2, value
+dist.destroy_process_group()
+"""
+COLLECTIVE_TIMEOUT_S = 90
+SHARED_MEMORY_BYTES = 1 << 30  # of /dev/shm; containers have 64 MiB unless told otherwise
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that a check found.
+
+    status: OK, WARNING (works, but slower or only in part) or PROBLEM.  remedy: what to do; "" if there is nothing.
+    """
+
+    subject: str
+    status: str
+    detail: str
+    remedy: str = ""
+
+
+def findings() -> Iterator[Finding]:
+    """What every check finds, in the order of the page."""
+    for check in (versions, devices, kernels, collectives, abandoned_locks, environment):
+        yield from check()
+
+
+def versions() -> Iterator[Finding]:
+    """Python and the packages, against the ranges that this package declares."""
+    yield Finding("python", OK, f"{platform.python_version()}, {sys.executable}")
+    required = map(Requirement, importlib.metadata.requires(PACKAGE) or ())
+    found = [version_of(requirement) for requirement in required if requirement.marker is None]
+    yield from (finding for finding in found if finding.status != OK)
+    fine = ", ".join(f"{finding.subject} {finding.detail}" for finding in found if finding.status == OK)
+    yield Finding("packages", OK, f"{PACKAGE} {installed_version(PACKAGE)}, {fine}")
+    extras = [f"{name} {installed}" for name in OPTIONAL if (installed := installed_version(name))]
+    yield Finding("optional packages", OK, ", ".join(extras) or "none")
+
+
+def version_of(requirement: Requirement) -> Finding:
+    """Whether a required package is installed in a version that is allowed."""
+    installed = installed_version(requirement.name)
+    install = f"pip install '{requirement}'"
+    if installed is None:
+        return Finding(requirement.name, PROBLEM, "is not installed", install)
+    if not requirement.specifier.contains(Version(installed), prereleases=True):
+        return Finding(requirement.name, PROBLEM, f"{installed}; {requirement.specifier} is needed", install)
+    return Finding(requirement.name, OK, installed)
+
+
+def installed_version(name: str) -> str | None:
+    """The version of an installed package; None if it is not there."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def devices() -> Iterator[Finding]:
+    """The processor, the GPUs, and which of them DeepSpeed uses."""
+    from deepspeed.accelerator import get_accelerator  # decides by the environment on first use
+
+    cores = psutil.cpu_count(logical=False) or psutil.cpu_count()
+    memory = psutil.virtual_memory()
+    yield Finding(
+        "processor", OK, f"{processor_name()}, {cores} cores, {in_gib(memory.available)} of {in_gib(memory.total)} free"
+    )
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        yield Finding(f"GPU {index}", OK, f"{properties.name}, {in_gib(properties.total_memory)}")
+    used = get_accelerator().device_name()
+    if used == "cpu" and torch.cuda.is_available():
+        yield Finding("device in use", WARNING, "cpu, although there is a GPU", "unset DS_ACCELERATOR")
+    else:
+        yield Finding("device in use", OK, used)
+    if torch.cuda.is_available() and not has_triton():
+        yield Finding("Triton", WARNING, "is not installed: decoding runs in torch's operations", "pip install triton")
+
+
+def processor_name() -> str:
+    """The CPU's name."""
+    path = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*:\s*(.*)$", path.read_text(), re.M) if path.is_file() else []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def kernels() -> Iterator[Finding]:
+    """The compiler, and the C++ kernels, which are built if they are not yet."""
+    try:
+        command = compiler_command()
+    except OSError as error:
+        yield Finding("compiler", PROBLEM, str(error), "install one (apt install g++), or set CXX to its path")
+        return
+    first_line = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
+    yield Finding("compiler", OK, f"{shlex.join(command)}: {first_line.partition(chr(10))[0]}")
+    start = time.monotonic()
+    try:
+        path = built(FLAGS)
+        lanes = opened(path).lanes()
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        lines = [line for line in detail if "error" in line] or detail[-1:]
+        yield Finding("CPU kernels", PROBLEM, f"do not build: {lines[0][:200]}", "use GCC 12 or newer: CXX=g++-12")
+        return
+    seconds = time.monotonic() - start
+    how = f"built in {seconds:.0f} s" if seconds > 2 else "built before"
+    yield Finding("CPU kernels", OK, f"{instructions(command)}; {lanes} floats at once; {how}; kept in {path.parent}")
+
+
+def instructions(command: list[str]) -> str:
+    """The instructions that kernels compiled with FLAGS use, by the compiler's macros."""
+    dump = subprocess.run(
+        [*command, *FLAGS, "-x", "c++", "-dM", "-E", os.devnull], capture_output=True, text=True, check=False
+    ).stdout
+    return ", ".join(name for macro, name in MACROS.items() if f"#define {macro} " in dump) or "no vector instructions"
+
+
+def collectives() -> Iterator[Finding]:
+    """A sum over two processes: by gloo, and by NCCL where there are two GPUs."""
+    yield sum_of_two("gloo")
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        version = ".".join(map(str, torch.cuda.nccl.version()))
+        if torch.cuda.device_count() > 1:
+            yield sum_of_two("nccl", f"NCCL {version}: ")
+        else:
+            yield Finding("nccl", OK, f"NCCL {version}; one GPU, nothing to sum")
+
+
+def sum_of_two(backend: str, prefix: str = "") -> Finding:
+    """Whether two processes of this machine sum a number by `backend`."""
+    cpu = {"DS_ACCELERATOR": "cpu"} if backend == "gloo" else {}
+    ranks = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"), "")
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", SUM_OF_TWO, str(rank), backend, f"{folder}/store"],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, **ranks, **cpu},
+            )
+            for rank in range(2)
+        ]
+        deadline = time.monotonic() + COLLECTIVE_TIMEOUT_S
+        try:
+            errors = [process.communicate(timeout=max(deadline - time.monotonic(), 0.1))[1] for process in processes]
+        except subprocess.TimeoutExpired:
+            errors = [f"no answer within {COLLECTIVE_TIMEOUT_S} s"]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    failed = [error for error, process in zip(errors, processes, strict=False) if process.returncode]
+    if failed:
+        last = failed[0].strip().splitlines()[-1:] or ["the process ended"]
+        interface = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
+        return Finding(backend, PROBLEM, f"{prefix}two processes cannot sum: {last[0][:200]}", f"set {interface}=lo")
+    return Finding(backend, OK, f"{prefix}two processes sum")
+
+
+def abandoned_locks() -> Iterator[Finding]:
+    """Lock files in torch's extension directory that no process holds: whoever needs the extension waits for ever."""
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
+    left = [path for path in sorted(root.rglob("lock")) if is_abandoned(str(path))]
+    for path in left:
+        detail = f"left by a killed build, {age_of(str(path))}"
+        yield Finding("lock", PROBLEM, detail, f"rm {shlex.quote(str(path))}")
+    if not left:
+        yield Finding("locks of builds", OK, f"none in {root}")
+
+
+def environment() -> Iterator[Finding]:
+    """Variables that change how ranks run, and the memory that they share."""
+    set_here = [f"{name}={value}" for name, value in sorted(os.environ.items()) if VARIABLES.match(name)]
+    yield Finding("environment", OK, " ".join(set_here)[:300] or "none of the variables that matter is set")
+    if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
+        yield Finding(
+            "OMP_NUM_THREADS",
+            WARNING,
+            "is not set: several ranks of a CPU take all its threads each",
+            "export OMP_NUM_THREADS=1",
+        )
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        size = psutil.disk_usage(str(shared)).total
+        if size < SHARED_MEMORY_BYTES:
+            detail = f"{in_gib(size)}: ranks of a host share weights there"
+            yield Finding("/dev/shm", WARNING, detail, "docker run --shm-size=16g, or --ipc=host")
+
+
+def in_gib(nbytes: int) -> str:
+    """Bytes as text, in GiB with one decimal."""
+    return f"{nbytes / 2**30:.1f} GiB"
+
+
+if __name__ == "__main__":
+    sys.argv.insert(1, "doctor")
+    runpy.run_module("hybrid", run_name="__main__", alter_sys=True)
