@@ -3,17 +3,26 @@
 import contextlib
 import functools
 import io
+import json
+import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
+import peft
 import pytest
+import torch
+from accelerate.utils.launch import prepare_deepspeed_cmd_env
 from deepspeed.runtime.engine import DeepSpeedEngine
+from transformers import AutoModelForCausalLM
 
 import hybrid
+from tests.compat.test_install import fresh_accelerate_state
 from tests.rlhf_examples.scripts import make_small_models
 
-JOBS = Path(__file__).resolve().parents[1] / "docs" / "jobs"
+ROOT = Path(__file__).resolve().parents[1]
+JOBS, CONFIGS = ROOT / "docs" / "jobs", ROOT / "configs"
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -80,3 +89,76 @@ def check_deepspeed_chat(model: str) -> None:
 
 def test_the_deepspeed_chat_script_trains_alike_before_and_after(ranks, tmp_path):
     ranks.run(check_deepspeed_chat, str(make_small_models(tmp_path) / "model"))
+
+
+# TRL
+
+
+def accelerate_environment(command: str) -> dict[str, str]:
+    """What a command `accelerate launch ...` puts into its ranks' environment, in the directory of its files."""
+    from accelerate.commands import launch
+
+    program, name, *arguments = shlex.split(command)
+    assert (program, name) == ("accelerate", "launch")
+    launched = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "deepspeed_launcher", launched.append)
+        launch.launch_command(launch.launch_command_parser().parse_args(arguments))
+    (args,) = launched
+    assert args.num_processes == 8 and args.training_script == "train.py"
+    _, environment = prepare_deepspeed_cmd_env(args)
+    return {name: value for name, value in environment.items() if name.startswith("ACCELERATE_")}
+
+
+def check_trl(folder: str) -> None:
+    os.chdir(folder)
+    with fresh_accelerate_state(), pytest.MonkeyPatch.context() as patch:
+        for name, value in accelerate_environment(blocks("trl_grpo_lora", "bash")[0]).items():
+            patch.setenv(name, value)
+        (script,) = blocks("trl_grpo_lora", "python")
+        for old, new in {
+            '"Qwen/Qwen2.5-7B-Instruct"': '"model"',
+            "per_device_train_batch_size=8": "per_device_train_batch_size=4, use_cpu=True, report_to=[]",
+            "gradient_accumulation_steps=4": "gradient_accumulation_steps=2",
+            "num_generations=8": "num_generations=4",
+            "max_completion_length=512": "max_completion_length=8",
+            "learning_rate=1e-5": "learning_rate=1e-2",
+            "max_steps=500": "max_steps=4",
+            "r=16": "r=2",
+        }.items():
+            assert script.count(old) == 1, old
+            script = script.replace(old, new)
+        names, _ = run_script(script)
+        engine = names["engine"]
+        assert type(engine) is hybrid.HybridEngine
+        assert engine.weight_version == 4
+        stats = engine.stats()  # of the last rollout, which gathers adapters alone
+        assert stats["fallback_reason"] == "" and stats["tokens"] > 0
+        whole = sum(parameter.ds_numel * 2 for parameter in engine.module.parameters())
+        assert 0 < stats["gathered_bytes"] < whole / 2
+        logged = [line for line in names["trainer"].state.log_history if "loss" in line]
+        assert any(line["grad_norm"] > 0 for line in logged)
+
+
+def test_the_trl_script_trains_and_writes_an_adapter(ranks, tmp_path):
+    make_small_models(tmp_path)
+    (ds_json,) = blocks("trl_grpo_lora", "json")
+    assert ds_json.count('threshold": 100000') == 1  # more than the tiny model's parameters have
+    (tmp_path / "ds.json").write_text(ds_json.replace('threshold": 100000', 'threshold": 0'))
+    (tmp_path / "accelerate.yaml").write_text(blocks("trl_grpo_lora", "yaml")[0])
+    problems = [{"prompt": f"{number} + 1 =", "answer": "2"} for number in range(16)]
+    (tmp_path / "problems.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in problems))
+    ranks.run(check_trl, str(tmp_path))
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "runs" / "grpo" / "adapter")
+    learned = [parameter.abs().max() for name, parameter in adapted.named_parameters() if "lora_B" in name]
+    assert learned and max(learned) > 0
+
+
+def test_memory_figures_of_the_pages_are_those_of_the_recipes():
+    """`test_recipes.py` compares these with `memory_plan`."""
+    for page, recipe in (("trl_grpo_lora", "8gpu_7b_lora"),):
+        lines = [line.strip() for block in blocks(page, "text") for line in block.splitlines() if "  " in line.strip()]
+        text = re.sub(" +", " ", (CONFIGS / f"{recipe}.yaml").read_text())
+        assert len(lines) > 3
+        assert [line for line in lines if re.sub(" +", " ", line) not in text] == []
