@@ -9,19 +9,27 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate.utils.launch import prepare_deepspeed_cmd_env
 from deepspeed.runtime.engine import DeepSpeedEngine
 from transformers import AutoModelForCausalLM
 
 import hybrid
-from tests.compat.test_install import fresh_accelerate_state
+from hybrid.build import Builder
+from hybrid.config import HybridEngineConfig, RolloutConfig
+from hybrid.memory_plan import MemoryPlan, MemoryPlanner
+from tests.compat.test_install import fresh_accelerate_state, quietly
 from tests.rlhf_examples.scripts import make_small_models
+from tests.rlhf_examples.test_recipes import LLAMA, QWEN, fake_process_group, partitioned_model
+from tests.tiny_models import prompts, tiny_model, with_peft
 
 ROOT = Path(__file__).resolve().parents[1]
+__all__ = ["fake_process_group"]  # a fixture
 JOBS, CONFIGS = ROOT / "docs" / "jobs", ROOT / "configs"
 
 
@@ -163,3 +171,84 @@ def test_memory_figures_of_the_pages_are_those_of_the_recipes():
         text = re.sub(" +", " ", (CONFIGS / f"{recipe}.yaml").read_text())
         assert len(lines) > 3
         assert [line for line in lines if re.sub(" +", " ", line) not in text] == []
+
+
+# One GPU
+
+
+def run_blocks(code: list[str], names: dict, model: torch.nn.Module) -> dict:
+    """Run a page's blocks one after the other, over `model` and this rank's prompts; `names` gets what they define."""
+    prompt_ids, prompt_mask = prompts(2, 6, padded=True, seed=dist.get_rank())
+    names.update(hybrid=hybrid, torch=torch, model=model, prompt_ids=prompt_ids, prompt_mask=prompt_mask)
+    for block in code:
+        quietly(exec, block, names)
+    return names
+
+
+def check_one_gpu() -> None:
+    devices = []
+
+    def score_with_another_model(sequences, mask):
+        devices.append(names["engine"].asleep)
+        return mask.sum(1).float()
+
+    def policy_loss(logits, batch, rewards):
+        logps = hybrid.selective_log_softmax(logits[:, :-1], batch.sequences[:, 1:])
+        return -(logps.sum(1) * (rewards - rewards.mean())).mean()
+
+    names = {"score_with_another_model": score_with_another_model, "policy_loss": policy_loss}
+    code = [block.replace('"max_out_tokens": 1024', '"max_out_tokens": 64') for block in blocks("one_gpu", "python")]
+    assert len(code) == 2
+    code[0] = code[0].replace("=512", "=16")
+    model = with_peft(tiny_model("llama", dtype=torch.bfloat16)).to(torch.bfloat16)
+    engine = run_blocks(code, names, model)["engine"]
+    assert devices == [2] and engine.asleep == 0 and engine.weight_version == 1
+    need = names["plan"].needs[names["plan"].in_use]
+    assert need.snapshot == 0 < need.containers
+    assert engine.stats()["fallback_reason"] == ""
+
+
+def test_the_code_for_one_gpu_runs(ranks):
+    ranks.run(check_one_gpu)
+
+
+LLAMA_8B = ("llama", (4096, 14336, 32, 32), LLAMA)
+QWEN_1B = ("qwen2", (1536, 8960, 28, 12), {**QWEN, "num_key_value_heads": 2})
+
+
+def planned(of_model: tuple, stage: int, lora_dim: int, streaming: bool = False, **rollout) -> MemoryPlan:
+    """The plan for 32 sequences of 1024 tokens on a single GPU."""
+    model = partitioned_model(SimpleNamespace(actor_lora_dim=lora_dim), 1, *of_model)
+    if stage < 3:
+        for parameter in model.parameters():
+            parameter.data = torch.empty(parameter.ds_shape, dtype=parameter.dtype, device="meta")
+            for name in [name for name in vars(parameter) if name.startswith("ds_")]:
+                delattr(parameter, name)
+    settings = HybridEngineConfig(pin_parameters=not streaming)
+    builder = Builder(model, settings, RolloutConfig(**rollout), stage, None, lambda nbytes: None, list)
+    return MemoryPlanner(builder).plan(32, 1024)
+
+
+@pytest.mark.parametrize(
+    ("row", "stage", "rollout"),
+    [
+        ("| ZeRO 2, `lora: merged` (default) |", 2, {}),
+        ("| ZeRO 2, `lora: unmerged` |", 2, {"lora": "unmerged"}),
+        ("| ZeRO 2, `weight_dtype: int8` |", 2, {"weight_dtype": "int8"}),
+        ("| ZeRO 3, `weight_dtype: int8` |", 3, {"weight_dtype": "int8"}),
+        ("| ZeRO 3, `pin_parameters: false` (streaming) |", 3, {"lora": "unmerged", "streaming": True}),
+    ],
+)
+def test_figures_for_one_gpu_match_the_plan(fake_process_group, row, stage, rollout):
+    fake_process_group(1)
+    plan = planned(LLAMA_8B, stage, 16, **rollout)
+    need = plan.needs[plan.in_use]
+    figures = (need.parameters, need.snapshot, need.containers, need.kv, need.total)
+    (line,) = [line for line in (JOBS / "one_gpu.md").read_text().splitlines() if line.startswith(row)]
+    assert line == f"{row} {' | '.join(f'{nbytes / 2**20:.1f}' for nbytes in figures)} |"
+
+
+def test_the_figure_for_a_small_model_on_one_gpu_matches_the_plan(fake_process_group):
+    fake_process_group(1)
+    (need,) = planned(QWEN_1B, 2, 0).needs.values()
+    assert f"a rollout adds {need.total / 2**20:.1f} MiB" in (JOBS / "one_gpu.md").read_text()
