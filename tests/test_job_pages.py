@@ -18,6 +18,7 @@ import torch.distributed as dist
 from accelerate.utils.launch import prepare_deepspeed_cmd_env
 from deepspeed.runtime.engine import DeepSpeedEngine
 from transformers import AutoModelForCausalLM
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hybrid
 from hybrid.build import Builder
@@ -166,7 +167,7 @@ def test_the_trl_script_trains_and_writes_an_adapter(ranks, tmp_path):
 
 def test_memory_figures_of_the_pages_are_those_of_the_recipes():
     """`test_recipes.py` compares these with `memory_plan`."""
-    for page, recipe in (("trl_grpo_lora", "8gpu_7b_lora"),):
+    for page, recipe in (("trl_grpo_lora", "8gpu_7b_lora"), ("tensor_parallel_70b", "16gpu_70b_lora")):
         lines = [line.strip() for block in blocks(page, "text") for line in block.splitlines() if "  " in line.strip()]
         text = re.sub(" +", " ", (CONFIGS / f"{recipe}.yaml").read_text())
         assert len(lines) > 3
@@ -252,3 +253,37 @@ def test_the_figure_for_a_small_model_on_one_gpu_matches_the_plan(fake_process_g
     fake_process_group(1)
     (need,) = planned(QWEN_1B, 2, 0).needs.values()
     assert f"a rollout adds {need.total / 2**20:.1f} MiB" in (JOBS / "one_gpu.md").read_text()
+
+
+# Tensor parallelism
+
+
+def check_tensor_parallel(model: str) -> None:
+    (code,) = blocks("tensor_parallel_70b", "python")
+    for old, new in {
+        '"inference_tp_size": 8': '"inference_tp_size": 2',
+        "meta-llama/Llama-3.1-70B": model,
+        "=512": "=16",
+        'threshold": 100000': 'threshold": 0',
+        "r=16": "r=2",
+    }.items():
+        assert old in code, old
+        code = code.replace(old, new)
+    names: dict = {}
+    try:
+        engine = run_blocks([code], names, None)["engine"]
+    finally:
+        unset_hf_deepspeed_config()
+    assert engine.in_step and {row["container"] for row in engine.coverage()} == {"fused"}
+    assert engine.stats()["snapshot_bytes"] < 0.6 * sum(2 * p.ds_numel for p in engine.module.parameters())
+    batch, reference = names["batch"], names["reference"]
+    assert len(batch.completion_ids) == 4
+    # The adapters' second factors are 0, so the reference is the policy.
+    logps = reference.per_token_logps[:, batch.prompt_ids.shape[1] - 1 :]
+    mask = batch.completion_mask.bool()
+    torch.testing.assert_close(logps[mask], batch.raw_per_token_logps[mask], atol=0.05, rtol=0.05)  # bfloat16
+
+
+def test_the_code_for_tensor_parallelism_runs(ranks, tmp_path):
+    tiny_model("llama", dtype=torch.bfloat16).save_pretrained(tmp_path)
+    ranks.run(check_tensor_parallel, str(tmp_path))
