@@ -24,7 +24,10 @@ import hybrid
 from hybrid.build import Builder
 from hybrid.config import HybridEngineConfig, RolloutConfig
 from hybrid.memory_plan import MemoryPlan, MemoryPlanner
+from hybrid.profiling import PHASES
 from tests.compat.test_install import fresh_accelerate_state, quietly
+from tests.engines import engine_of, settings
+from tests.rlhf_examples.chat_models import tokenizer_of
 from tests.rlhf_examples.scripts import make_small_models
 from tests.rlhf_examples.test_recipes import LLAMA, QWEN, fake_process_group, partitioned_model
 from tests.tiny_models import prompts, tiny_model, with_peft
@@ -287,3 +290,148 @@ def check_tensor_parallel(model: str) -> None:
 def test_the_code_for_tensor_parallelism_runs(ranks, tmp_path):
     tiny_model("llama", dtype=torch.bfloat16).save_pretrained(tmp_path)
     ranks.run(check_tensor_parallel, str(tmp_path))
+
+
+# Tools and environments
+
+
+def check_tools() -> None:
+    tokenizer = tokenizer_of("qwen2_5")
+    engine = engine_of(tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=1024), LONG)
+    names = {"tokenizer": tokenizer, "engine": engine}
+    run_blocks(blocks("tools_and_environments", "python"), names, engine.module)
+    batch, episodes = names["batch"], names["episodes"]
+    assert engine.weight_version == 2 and batch.weight_version == 1
+    assert batch.errors == [""] * 8 and batch.observation_mask.sum() > 0 and batch.turn_ids.max() == 3
+    # A random model writes no numbers: it reads errors, and no turn is answered by the game.
+    texts = [
+        message["content"] for messages in episodes.completions for message in messages if message["role"] == "user"
+    ]
+    assert texts and all("invalid literal for int()" in text for text in texts)
+
+
+def test_the_loop_with_an_environment_trains(ranks):
+    ranks.run(check_tools)
+
+
+# Why is it slow?
+
+LONG = settings(3, hybrid_engine={"enabled": True, "max_out_tokens": 1024})
+
+
+def check_slow() -> None:
+    engine = engine_of(tiny_model("llama"), settings(3))
+    names = {"engine": engine, "sampling": hybrid.SamplingParams(max_new_tokens=8, seed=0)}
+    first, second = blocks("why_is_it_slow", "python")
+    prompt_ids, prompt_mask = prompts(2, 6, padded=True, seed=dist.get_rank())
+    engine.rollout(prompt_ids, prompt_mask, names["sampling"])
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        exec(first, names)
+    text = output.getvalue()
+    assert "every request ran fused" in text and "decode_s" in text and "tensor parallel 2" in text
+    run_blocks([second], names, engine.module)
+    assert names["launched"] == dict.fromkeys(names["launched"], 0) and names["steps"] > 1  # on CPUs
+    assert any(event.count for event in names["profiled"].key_averages())
+
+
+def test_the_questions_to_a_slow_engine_are_answered(ranks):
+    ranks.run(check_slow)
+
+
+def test_phases_and_metrics_on_the_page_are_all_that_there_are():
+    first, _ = blocks("why_is_it_slow", "python")
+    named = re.findall(r'"(\w+)_s"', first.split("for name in")[1])
+    assert named == [*PHASES, "elapsed"]
+
+
+# Is my rollout on-policy?
+
+
+def check_on_policy(weight_dtype: str) -> dict:
+    engine = engine_of(tiny_model("llama"), settings(3, rollout={"weight_dtype": weight_dtype}))
+    experts = engine_of(tiny_model("mixtral"), settings(3, rollout={"return_router_indices": True}))
+    prompt_ids, prompt_mask = prompts(2, 6, padded=True, seed=dist.get_rank())
+    sampled = experts.rollout(prompt_ids, prompt_mask, hybrid.SamplingParams(max_new_tokens=8, seed=0))
+    names = {"engine": engine, "moe_engine": experts, "moe_batch": sampled}
+    run_blocks(blocks("is_my_rollout_on_policy", "python"), names, engine.module)
+    assert names["moe_logits"].shape[:2] == sampled.sequences.shape
+    assert 0 < names["stale"].sum() < names["rest"].completion_mask.sum()
+    kept = names["batch"].completion_mask.bool()
+    return {"metrics": names["metrics"], "int8": (names["weights"][kept] - 1).abs().max().item()}
+
+
+@pytest.mark.parametrize("weight_dtype", ["model", "int8"])
+def test_the_code_that_compares_sampler_and_trainer_runs(ranks, weight_dtype):
+    for rank in ranks.run(check_on_policy, weight_dtype):
+        difference = rank["metrics"]["sampling/sampling_logp_difference/mean"]
+        if weight_dtype == "model":  # "a mean difference below 1e-5"
+            assert difference < 1e-5 and rank["int8"] < 1e-4
+        else:
+            assert difference > 1e-3 and rank["int8"] > 1e-3
+
+
+# Ray actors
+
+
+class RayOfRanks:
+    """Ray's calls where each rank of the pool is an actor: calls of other ranks' actors are theirs to make."""
+
+    def __init__(self):
+        self.cluster_resources, self.wait, self.get = dict, lambda refs: (refs, []), self.results
+
+    def init(self) -> None:
+        self.is_running = True
+
+    def shutdown(self) -> None:
+        self.is_running = False
+
+    def remote(self, **resources):
+        assert resources == {"num_cpus": 1, "num_gpus": 0}
+        return lambda kind: SimpleNamespace(remote=lambda rank, *args: RayActor(kind(rank, *args), rank))
+
+    def results(self, refs):
+        """The results of calls, in all ranks' actors."""
+        if not isinstance(refs, list):
+            return refs[1]
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, dict(refs))
+        return [everyone[rank][rank] for rank, _ in refs]
+
+
+class RayActor:
+    def __init__(self, actor, rank: int):
+        self._actor, self._rank = actor, rank
+
+    def __getattr__(self, name: str):
+        def call(*args):
+            here = name == "address" or self._rank == dist.get_rank()
+            return self._rank, getattr(self._actor, name)(*args) if here else None
+
+        return SimpleNamespace(remote=call)
+
+
+def check_ray() -> list:
+    actor, driver = blocks("ray_actors", "python")
+    ray = RayOfRanks()
+    names = {
+        "load_model": lambda: tiny_model("llama"),
+        "config": settings(3),
+        "next_prompts": lambda rank: prompts(2, 6, padded=True, seed=rank),
+        "reward_of": lambda ids, mask: (ids * mask).sum(1).float(),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "ray", ray)
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR"):
+            patch.setenv(name, os.environ.get(name, ""))  # restored afterwards
+        run_blocks([actor, driver], names, None)
+    assert names["versions"] == [2, 2] and not ray.is_running
+    own = names["ranks"][dist.get_rank()]._actor
+    assert own.engine.asleep == 2
+    assert len(own.batch.completion_ids) == 8 and own.batch.weight_version == 1
+    return [completion.tolist() for completion, _ in names["completions"]]
+
+
+def test_the_driver_and_its_actors_train(ranks):
+    first, second = ranks.run(check_ray)
+    assert first == second and first[0] != first[1]
