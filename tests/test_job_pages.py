@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.run
 from accelerate.utils.launch import prepare_deepspeed_cmd_env
 from deepspeed.runtime.engine import DeepSpeedEngine
 from transformers import AutoModelForCausalLM
@@ -22,9 +24,11 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hybrid
 from hybrid.build import Builder
-from hybrid.config import HybridEngineConfig, RolloutConfig
+from hybrid.config import BLOCKS, HybridEngineConfig, RolloutConfig
 from hybrid.memory_plan import MemoryPlan, MemoryPlanner
 from hybrid.profiling import PHASES
+from rlhf_examples.actors.ray_grpo import RayGRPOArguments
+from rlhf_examples.common.arguments import AgentArguments, PipelineArguments, ThroughputArguments
 from tests.compat.test_install import fresh_accelerate_state, quietly
 from tests.engines import engine_of, settings
 from tests.rlhf_examples.chat_models import tokenizer_of
@@ -435,3 +439,37 @@ def check_ray() -> list:
 def test_the_driver_and_its_actors_train(ranks):
     first, second = ranks.run(check_ray)
     assert first == second and first[0] != first[1]
+
+
+# Commands
+
+ARGUMENTS = {
+    "agent": AgentArguments,
+    "throughput": ThroughputArguments,
+    "pipeline": PipelineArguments,
+    "actors.ray_grpo": RayGRPOArguments,
+}
+
+
+def test_flags_of_examples_exist():
+    text = "\n".join(page.read_text() for page in sorted(JOBS.glob("*.md")))
+    commands = re.findall(r"-m rlhf_examples\.([\w.]+)([^`]*)`", text)
+    assert {name for name, _ in commands} == {*ARGUMENTS, "report"}
+    flags = [(name, flag) for name, arguments in commands for flag in re.findall(r"--(\w+)", arguments)]
+    assert len(flags) > 5
+    for name, flag in flags:
+        assert flag in {field.name for field in fields(ARGUMENTS[name])}, (name, flag)
+
+
+def test_torchruns_flags_exist():
+    (command,) = blocks("tensor_parallel_70b", "bash")
+    program, *arguments = shlex.split(command)
+    args = torch.distributed.run.get_args_parser().parse_args(arguments)
+    assert (program, args.nnodes, args.training_script) == ("torchrun", "2", "train.py")
+
+
+def test_settings_named_on_the_pages_exist():
+    text = "\n".join(page.read_text() for page in sorted(JOBS.glob("*.md")))
+    named = set(re.findall(r"`(hybrid_engine|rollout)\.(\w+)[`:]", text))
+    assert len(named) > 10
+    assert {key for block, key in named if key not in BLOCKS[block].model_fields} == set()
