@@ -20,7 +20,7 @@ MINUTES = 10
 GPU_FLAGS =
 PYTHON_VERSION = 3.12
 
-.PHONY: help demo demo-seeds test test-slow test-all check bench bench-rollout bench-vllm gpu gpu-test gpu-bench \
+.PHONY: help demo demo-seeds docs test test-slow test-all check bench bench-rollout bench-vllm gpu gpu-test gpu-bench \
 	gpu-packages wheels clean
 
 help: ## list the targets
@@ -39,6 +39,10 @@ demo: .venv/.installed ## supervised tuning, reward model, PPO, GRPO with one tu
 
 demo-seeds: .venv/.installed ## the demo with seeds 0, 1 and 2: mean and standard error of its figures (20 minutes)
 	$(CPU) $(BIN)/python -m benchmarks.demo_seeds
+
+docs: .venv/.installed ## the pages of docs/ as a site with search: site/index.html (10 seconds); a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo 'with search at http://localhost:8000 : python3 -m http.server -d site'
 
 test: .venv/.installed ## the test suite but for what is slow (15 minutes)
 	$(TESTS) -m "not slow"
@@ -95,4 +99,4 @@ wheels: .venv/.installed ## with a network: wheels/ for `make gpu` elsewhere (PY
 	@touch $@
 
 clean: ## remove what was made, but not .venv and .venv-vllm
-	rm -rf runs build dist wheels .gpu-packages .pytest_cache .ruff_cache *.egg-info
+	rm -rf runs build dist site wheels .gpu-packages .pytest_cache .ruff_cache *.egg-info

@@ -36,7 +36,11 @@ def page() -> str:
     for name in classes:
         kind = getattr(hybrid, name)
         # A dataclass's and an engine's constructor are told of in the docstring.
-        parts += [f"## `hybrid.{name}`\n", text_of(kind), *(entry(f".{one}", member) for one, member in members(kind))]
+        parts += [
+            f"## `hybrid.{name}`\n",
+            text_of(kind),
+            *(entry(f"{name}.{member}", value) for member, value in members(kind)),
+        ]
     parts.append("## Settings\n")
     for name, block in BLOCKS.items():
         parts += [f"### `{name}`\n", text_of(block)]
@@ -102,8 +106,9 @@ def text_of(documented: object) -> str:
     for line in inspect.cleandoc(documented.__doc__).splitlines():
         argument = re.match(r"^(\w+(?:, \w+)*): (.*)$", line)
         ends = line and not argument and not line.startswith(" ")
-        if ends and lines and lines[-1].startswith(("- ", " ")):
-            lines.append("")  # the list ends here
+        in_list = bool(lines) and lines[-1].startswith(("- ", " "))
+        if (ends and in_list) or (argument and lines and lines[-1] and not in_list):
+            lines.append("")  # Markdown needs an empty line before a list, and after it
         lines.append(f"- `{argument[1]}`: {argument[2]}" if argument else line)
     return "\n".join(lines) + "\n"
 

@@ -849,8 +849,8 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         of which only the head ran, with `rollout.cache_hidden_states`), `drafted_tokens`, `accepted_tokens` and
         `saved_steps` of `rollout.speculation` (steps that the accepted tokens saved; of all these ranks too),
         `tokens_per_s` of prefill, decode and wait together, and `gathered_bytes`; `refresh_s`: seconds of gathering and
-        merging, the most of the ranks that share weights (`inference_tp_size`) as of their latest request. Memory held
-        now: `snapshot_bytes`, `container_bytes` (copies that fused containers made in addition) and `kv_bytes`.
+        merging, the most of the ranks that share weights (`inference_tp_size`) as of their latest request.
+        Bytes held now: `snapshot_bytes`, `container_bytes` (copies that fused containers made) and `kv_bytes`.
         `asleep`: the level at which the engine sleeps, 0 if it is awake; `host_bytes`: what it has in host memory for
         that time. `peak_bytes`: the sum of the peaks of the snapshot with one gathered group, the containers, the KV
         cache and the fused decoder's largest forward. `fallback_reason`: why the latest request that could not run

@@ -47,14 +47,15 @@ def blocks_under(heading: str) -> list[str]:
 
 
 OUTSIDE = ["README.md", "CONTRIBUTING.md", "hybrid/models/README.md"]
-PAGES = [*(ROOT / page for page in OUTSIDE), *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [*(ROOT / page for page in OUTSIDE), *sorted(ROOT.glob("docs/**/*.md"))]
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 @every_page
 def test_every_code_block_has_a_language(page):
     """ "python" blocks are run by this file, `test_readme.py`, `test_environments.py` and `test_trl.py`; "bash" by
-    `test_launchers.py`, `test_recipes.py` and, for `make`, CI; "text" is not run."""
+    `test_launchers.py`, `test_recipes.py` and, for `make`, CI; all of `docs/jobs/` by `test_job_pages.py`; "text" is
+    not run."""
     fences = re.findall(r"^```(.*)$", page.read_text(), re.M)
     assert len(fences) % 2 == 0 and set(fences[1::2]) <= {""}
     allowed = {
@@ -63,7 +64,8 @@ def test_every_code_block_has_a_language(page):
         "migration.md": {"python"},
         "environments.md": {"python"},
     }
-    assert set(fences[::2]) <= allowed.get(page.name, {"text"})
+    of_jobs = {"python", "bash", "diff", "json", "yaml", "text"}
+    assert set(fences[::2]) <= (of_jobs if page.parent.name == "jobs" else allowed.get(page.name, {"text"}))
 
 
 @every_page
