@@ -227,7 +227,8 @@ def print_plan(made: OfflinePlan) -> None:
     runs = f"in the model's own layers: {made.fallback_reason}" if made.fallback_reason else "fused"
     print(f"Rollouts run {runs}.\n\n{made.plan}")
     if made.chosen is not None:
-        print(f'\n"auto" takes: {made.chosen}, which decodes {made.num_seqs} sequences of this length at once.')
+        counts = f"{made.num_seqs} of rollout.max_num_seqs={made.max_num_seqs}"
+        print(f'\n"auto" takes: {made.chosen}, which decodes {counts} sequences of max_out_tokens at once.')
     elif made.plan.limit is not None:
         print('\n"auto" takes nothing: not one sequence fits.')
 

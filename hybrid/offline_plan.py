@@ -46,7 +46,8 @@ class OfflinePlan:
     training_bytes: weights, gradients and AdamW's states on a rank, without activations.
     fallback_reason: why rollouts would run in the model's own layers; "" if they would run fused.
     chosen, num_seqs: the mode that "auto" takes in the given device memory, and how many sequences of `max_out_tokens`
-        tokens it decodes at once; None and 0 without a device memory, or if nothing fits.
+        tokens it decodes at once, of the at most `max_num_seqs` that it plans for; None and 0 without a device memory,
+        or if nothing fits.
     """
 
     plan: MemoryPlan
@@ -54,6 +55,7 @@ class OfflinePlan:
     fallback_reason: str
     chosen: Mode | None
     num_seqs: int
+    max_num_seqs: int
 
 
 def offline_plan(
@@ -95,7 +97,7 @@ def planned(
     reason = builder.planned(plan.in_use)[1].fallback_reason
     held = next(iter(plan.needs.values())).parameters + optimizer_bytes(training, trained)
     if device_memory is None:
-        return OfflinePlan(plan, held, reason, None, 0)
+        return OfflinePlan(plan, held, reason, None, 0, rollout.max_num_seqs)
     limit = max(device_memory - held, 0)
     plan = MemoryPlan(plan.needs, plan.in_use, limit)
     auto = {"inference_tp_size": "auto", "pin_parameters": "auto"}
@@ -104,8 +106,9 @@ def planned(
     try:
         planner = MemoryPlanner(builder)
     except ValueError:  # nothing fits: the plan's marks say so
-        return OfflinePlan(plan, held, reason, None, 0)
-    return OfflinePlan(plan, held, reason, planner.in_use, planner.num_seqs_that_fit(planner.in_use, limit))
+        return OfflinePlan(plan, held, reason, None, 0, rollout.max_num_seqs)
+    num_seqs = planner.num_seqs_that_fit(planner.in_use, limit)
+    return OfflinePlan(plan, held, reason, planner.in_use, num_seqs, rollout.max_num_seqs)
 
 
 def optimizer_bytes(training: Training, trained: int) -> int:

@@ -140,8 +140,9 @@ def test_a_model_that_runs_fused_and_one_that_does_not(machine, tmp_path):
 
 def test_a_plan_of_70b_without_a_machine_for_it(machine, tmp_path):
     start = time.monotonic()
-    model = config_of(tmp_path, **LLAMA_70B)
-    result = run("plan", model, "--ranks", 16, "--lora", 16, "--device-memory", "80GiB", "--batch-size", 16)
+    (tmp_path / "ds.json").write_text(json.dumps({"rollout": {"max_num_seqs": 16}}))
+    flags = ["--ranks", 16, "--lora", 16, "--device-memory", "80GiB", "--config", tmp_path / "ds.json"]
+    result = run("plan", config_of(tmp_path, **LLAMA_70B), *flags)
     assert time.monotonic() - start < 60
     assert result.exit_code == 0, result.output
     assert "Rollouts run fused" in result.output
@@ -150,7 +151,7 @@ def test_a_plan_of_70b_without_a_machine_for_it(machine, tmp_path):
     # an eighth of the merged matrices and of the base's, which are the reference.
     assert float(row[3]) == pytest.approx(70.76e9 * 2 / 16 / 2**20, rel=0.01)
     assert float(row[5]) == pytest.approx(2 * 70.76e9 * 2 / 8 / 2**20, rel=0.03)
-    assert '"auto" takes: tensor parallel' in result.output
+    assert '"auto" takes: tensor parallel 8, which decodes 16 of rollout.max_num_seqs=16' in result.output
     pinned = next(line for line in result.output.splitlines() if line.strip().startswith("pinned"))
     assert pinned.endswith("too much")
 

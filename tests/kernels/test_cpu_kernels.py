@@ -435,7 +435,7 @@ def test_a_build_leaves_only_the_library(cache):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
-            kernels.compile_into(cache / "one.so", "c++", ("-std=c++20", "-O0", "-fopenmp", "-fPIC"))
+            kernels.compile_into(cache / "one.so", ["c++"], ("-std=c++20", "-O0", "-fopenmp", "-fPIC"))
         except subprocess.CalledProcessError as error:
             pytest.fail(error.stderr)
     assert [path.name for path in cache.iterdir()] == ["one.so"]
