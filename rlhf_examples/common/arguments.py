@@ -577,6 +577,7 @@ class ChatArguments:
     """A conversation with a model in a terminal."""
 
     path: str = arg("", "directory or hub name of a model or an adapter")
+    compare: str = arg("", "a second model, whose answers are shown beside the first one's")
     system: str = arg("", "system message, for models with a chat template")
     chat_template_kwargs: str = arg(
         "", 'JSON object of arguments for the chat template, such as {"enable_thinking": false}'

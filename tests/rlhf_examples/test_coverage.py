@@ -23,7 +23,7 @@ from rlhf_examples.common.arguments import (
     arguments_of,
     read_yaml,
 )
-from rlhf_examples.common.engines import deepspeed_config, load_rollout_engine
+from rlhf_examples.common.engines import load_rollout_engine
 from rlhf_examples.common.models import load_exported
 from rlhf_examples.common.rollouts import sampling
 from tests.engines import engine_of, train_step
@@ -211,11 +211,8 @@ def run_script(script: str, folder: str) -> None:
     elif script == "throughput":
         throughput.run(ThroughputArguments(model_name_or_path=model, rounds=1, **generating))
     else:
-        tokenizer, args = chat.load_tokenizer(model), ChatArguments(path=model, max_new_tokens=6)
-        policy = load_exported(model, deepspeed_config(args.dtype, zero_stage=0))
-        engine = hybrid.init_inference(policy, dtype=args.dtype, replace_with_kernel_inject=True)
-        lines = iter(["Once upon a time"])
-        chat.talk(engine, tokenizer, lambda: next(lines, "/quit"), args)
+        args, lines = ChatArguments(path=model, max_new_tokens=6), iter(["Once upon a time"])
+        chat.Chat([chat.load(model, args)], args).talk(lambda: next(lines, "/quit"))
 
 
 def check_script(script: str, folder: str) -> None:

@@ -162,12 +162,10 @@ def test_evaluate_compares_models_on_the_same_prompts(ranks, done):
 
 
 def run_chat(path: str, inputs: list[str], template: str) -> tuple[list, str, list]:
-    tokenizer = chat.load_tokenizer(path)
-    tokenizer.chat_template = template or None
-    engine = hybrid.init_inference(
-        chat.load_exported(path, chat.deepspeed_config("float32", 0)), dtype="float32", replace_with_kernel_inject=True
-    )
-    lines, args = iter(inputs), ChatArguments(path=path, temperature=0.0, max_new_tokens=6, system="be brief")
+    args = ChatArguments(path=path, temperature=0.0, max_new_tokens=6, system="be brief")
+    speaker = chat.load(path, args)
+    speaker.tokenizer.chat_template = template or None
+    lines = iter(inputs)
 
     def ask() -> str:
         try:
@@ -175,9 +173,9 @@ def run_chat(path: str, inputs: list[str], template: str) -> tuple[list, str, li
         except StopIteration:
             raise EOFError from None
 
-    messages = chat.talk(engine, tokenizer, ask, args)
-    prompt = chat.encode_prompt(tokenizer, messages[:-1])
-    return messages, tokenizer.decode(prompt[0]), prompt[0].tolist()
+    messages = chat.Chat([speaker], args).talk(ask)
+    prompt = chat.encode_prompt(speaker.tokenizer, messages[:-1])
+    return messages, speaker.tokenizer.decode(prompt[0]), prompt[0].tolist()
 
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} {% endfor %}"
