@@ -15,7 +15,9 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -117,8 +119,16 @@ def built(flags: Sequence[str]) -> Path:
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
+            say(f"compiling the CPU kernels, once for this machine, which takes a minute; they are kept in {folder}")
+            start = time.monotonic()
             compile_into(path, compiler, flags)
+            say(f"compiled the CPU kernels in {time.monotonic() - start:.0f} s")
     return path
+
+
+def say(text: str) -> None:
+    """Print a line about a build that the user waits for."""
+    print(f"hybrid: {text}", file=sys.stderr, flush=True)
 
 
 def compiler_command() -> list[str]:

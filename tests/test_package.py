@@ -1,0 +1,123 @@
+"""What is installed: sdist and wheel have every source, and an installed wheel builds its kernels and trains."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.metadata import Metadata
+from packaging.requirements import Requirement
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("hybrid", "rlhf_examples")
+
+
+def sources() -> set[str]:
+    """Every file of the packages, as git has them, or as they lie there where there is no git."""
+    files = (path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file())
+    return {str(path.relative_to(ROOT)) for path in files if "__pycache__" not in path.parts and path.suffix != ".md"}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """A folder with an sdist and a wheel, made from a copy of the tree without git."""
+    folder = tmp_path_factory.mktemp("package")
+    tree = folder / "tree"
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, tree / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree / name)
+    for command in ("sdist", "wheel"):
+        code = f"from setuptools import build_meta; print(build_meta.build_{command}({str(folder)!r}))"
+        done = subprocess.run([sys.executable, "-c", code], cwd=tree, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built) -> Path:
+    (path,) = built.glob("*.whl")
+    return path
+
+
+def test_the_wheel_has_every_source(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert sources() - names == set()
+    assert {"hybrid/kernels/cpu/decoder.cpp", "hybrid/py.typed", "rlhf_examples/py.typed"} <= names
+    strange = [
+        name for name in names if not name.startswith((*(f"{package}/" for package in PACKAGES), "hybrid_engine-"))
+    ]
+    assert strange == [], "tests and benchmarks are not installed"
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_sdist_has_every_source(built):
+    (path,) = built.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert sources() - names == set()
+    assert {"pyproject.toml", "README.md", "LICENSE"} <= names
+
+
+def test_the_wheel_needs_what_pyproject_says(wheel):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    metadata = Metadata.from_email(archive.read(name), validate=False)
+    needed = {str(requirement) for requirement in metadata.requires_dist if "extra" not in str(requirement.marker)}
+    assert needed == {str(Requirement(text)) for text in project["dependencies"]}
+    assert str(metadata.version) == project["version"]
+    (scripts,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
+    assert "hybrid = hybrid.__main__:app" in archive.read(scripts).decode()
+
+
+TEN_LINES = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+import hybrid
+assert "site-packages" in hybrid.__file__, hybrid.__file__
+sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=97)
+model = LlamaForCausalLM(LlamaConfig(**sizes))
+trainable = model.parameters()
+prompt_ids, prompt_mask = torch.randint(3, 97, (2, 6)), torch.ones(2, 6, dtype=torch.long)
+my_loss = lambda logits, batch, reference: -hybrid.selective_log_softmax(logits[:, :-1], batch.sequences[:, 1:]).mean()
+{code}
+print("trained", engine.coverage()[0]["container"])
+"""
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_builds_its_kernels_and_trains(wheel, tmp_path):
+    """In an environment that has the dependencies, of which the project itself is no part."""
+    venv.create(tmp_path / "env", with_pip=True)
+    python = tmp_path / "env" / "bin" / "python"
+    install = [str(python), "-m", "pip", "install", "-q", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(install, check=True, timeout=300)
+    where = [str(python), "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"]
+    folder = Path(subprocess.check_output(where, text=True).strip())
+    (folder / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])  # after the project's own files
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    code, _ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    script = TEN_LINES.format(code=code.replace("max_new_tokens=256", "max_new_tokens=8"))
+    command = [str(python), "-c", script]
+    settings = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 500}
+    first = subprocess.run(command, **settings)
+    assert first.returncode == 0, first.stderr[-4000:]
+    assert "trained fused" in first.stdout
+    assert "compiling the CPU kernels, once for this machine" in first.stderr
+    assert str(tmp_path / "cache" / "hybrid-engine") in first.stderr
+    assert "compiling" not in subprocess.run(command, **settings).stderr
