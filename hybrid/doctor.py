@@ -73,6 +73,9 @@ def findings() -> Iterator[Finding]:
 def versions() -> Iterator[Finding]:
     """Python and the packages, against the ranges that this package declares."""
     yield Finding("python", OK, f"{platform.python_version()}, {sys.executable}")
+    if installed_version(PACKAGE) is None:
+        yield Finding(PACKAGE, PROBLEM, "runs from a directory and is not installed", "pip install -e .")
+        return
     required = map(Requirement, importlib.metadata.requires(PACKAGE) or ())
     found = [version_of(requirement) for requirement in required if requirement.marker is None]
     yield from (finding for finding in found if finding.status != OK)

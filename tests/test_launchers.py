@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_examples.actors.ray_grpo import RayGRPOArguments
+from rlhf_examples.common.arguments import parse_arguments
 from tests.rank_pool import RANK_KEYS, free_port, kill_tree, rank_environment
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -114,7 +116,7 @@ def with_one_rank_per_machine(text: str) -> str:
 def folder(tmp_path) -> Path:
     """A directory with the script and the page's hostfile."""
     shutil.copy(ROOT / "tests" / "launched.py", tmp_path / "train.py")
-    (hosts,) = re.findall(r"```text\n(.*?)```", PAGE, re.S)
+    (hosts,) = blocks_of("Several machines", "text")
     (tmp_path / "hostfile").write_text(with_one_rank_per_machine(hosts))
     return tmp_path
 
@@ -174,3 +176,89 @@ def test_two_machines_with_deepspeeds_hostfile(folder, two_machines):
     (folder / ".deepspeed_env").write_text(f"{cpu}\nGLOO_SOCKET_IFNAME=cable0\n")
     command = [*two_machines[HOSTS[0]], *command_with("--hostfile=hostfile --master_addr")]
     require_output_of_ranks(run_together([command], folder, PATH=f"{folder / 'bin'}:{environment()['PATH']}"), 2)
+
+
+# Replaces `srun`: starts a task's command as often as the job has tasks, each with Slurm's variables.
+SRUN = """#!{python}
+import os, subprocess, sys
+tasks = int(os.environ["SLURM_NTASKS"])
+started = [
+    subprocess.Popen(sys.argv[1:], env={{**os.environ, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)}})
+    for task in range(tasks)
+]
+sys.exit(max(process.wait() for process in started))
+"""
+# Replaces `docker` and `apptainer`: runs what follows the image.
+CONTAINER = """#!{python}
+import os, sys
+words = sys.argv[2:]
+image = next(index for index, word in enumerate(words) if word.startswith("my-image"))
+assert all(word.startswith("--") for word in words[:image]), words
+os.execvp(words[image + 1], words[image + 1 :])
+"""
+
+
+def with_programs(folder: Path, programs: dict[str, str]) -> str:
+    """A PATH on which `programs`, by name, come first."""
+    (folder / "bin").mkdir()
+    for name, text in programs.items():
+        (folder / "bin" / name).write_text(text)
+        (folder / "bin" / name).chmod(0o755)
+    return f"{folder / 'bin'}:{environment()['PATH']}"
+
+
+def blocks_of(section: str, language: str) -> list[str]:
+    """The code blocks of a section of the page."""
+    text = PAGE.split(f"## {section}\n", 1)[1].split("\n## ", 1)[0]
+    return re.findall(rf"```{language}\n(.*?)```", text, re.S)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1], ids=["torchrun", "tasks"])
+def test_slurm_scripts(folder, number):
+    script = blocks_of("Slurm", "bash")[number]
+    (directives,) = re.findall(r"^#SBATCH (.*)$", script, re.M)
+    tasks_per_node = int(re.search(r"--ntasks-per-node=(\d+)", directives)[1])
+    assert tasks_per_node == (1 if "torchrun" in script else 8), "torchrun is one task on a node"
+    tasks = 1 if tasks_per_node == 1 else 2
+    path = with_programs(
+        folder, {"srun": SRUN.format(python=sys.executable), "scontrol": "#!/bin/sh\necho 127.0.0.1\necho 127.0.0.2\n"}
+    )
+    (folder / "train.sbatch").write_text(
+        re.sub(r"nproc_per_node=\d+", "nproc_per_node=2", script)
+        .replace("29400", str(free_port()))
+        .replace("29500", str(free_port()))
+    )
+    slurm = {"SLURM_NNODES": "1", "SLURM_NTASKS": str(tasks), "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "host[0-1]"}
+    require_output_of_ranks(run_together([["bash", "train.sbatch"]], folder, PATH=path, **slurm), 2)
+
+
+@pytest.mark.slow
+def test_accelerate_with_a_file(folder):
+    (settings,), (command,) = (blocks_of("accelerate on several machines", language) for language in ("text", "bash"))
+    (folder / "ds.json").write_text(
+        json.dumps({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2})
+    )
+    here = {"num_machines: 2": "num_machines: 1", "num_processes: 16": "num_processes: 2", "host0": "127.0.0.1"}
+    for there, value in {**here, "29500": str(free_port())}.items():
+        assert there in settings
+        settings = settings.replace(there, value)
+    (folder / "accelerate.yaml").write_text(settings)
+    require_output_of_ranks(run_together([shlex.split(command)], folder), 2)
+
+
+@pytest.mark.slow
+def test_containers(folder):
+    container = CONTAINER.format(python=sys.executable)
+    path = with_programs(folder, {"docker": container, "apptainer": container})
+    for command in blocks_of("Containers", "bash")[0].splitlines():
+        command = command.replace("--nproc_per_node=8", f"--nproc_per_node=2 --master_port={free_port()}")
+        require_output_of_ranks(run_together([["bash", "-c", command]], folder, PATH=path), 2)
+
+
+def test_rays_command_has_the_trainers_flags():
+    (command,) = blocks_of("Ray", "text")
+    words = shlex.split(command.replace("\\\n", " "))
+    _, *flags = words[words.index("rlhf_examples.actors.ray_grpo") :]
+    args = parse_arguments(RayGRPOArguments, flags)
+    assert (args.num_ranks, args.dtype) == (16, "bfloat16")
