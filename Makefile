@@ -10,10 +10,6 @@ ROLLOUT = OMP_NUM_THREADS=2 $(CPU) $(BIN)/python -m benchmarks.rollout --cases a
 VLLM_PIP = .venv-vllm/bin/python -m pip install -q
 # Two workers, each with ranks of its own, and a thread for each process.
 TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
-# On the oldest versions: training and rollouts, adapters, the other engine, both kinds of decoder, the scripts.
-OLDEST_TESTS = tests/cli tests/compat tests/decoders/test_cpu_decoder.py tests/engine/test_generate.py tests/engine/test_laws.py \
-	tests/engine/test_rollout.py tests/engine/test_tensor_parallel.py tests/generation tests/inference/test_engine.py \
-	tests/rlhf_examples/test_scripts.py tests/test_config.py tests/weights
 LAUNCH = OMP_NUM_THREADS=1 $(CPU) $(BIN)/python -m torch.distributed.run --nproc_per_node=$(RANKS)
 
 # The machine with a GPU: its own python, whose lacking packages lie in GPU_PACKAGES, and DeepSpeed's choice of device.
@@ -56,14 +52,6 @@ test-slow: .venv/.installed ## as many slow tests as start within 25 minutes, in
 
 test-all: .venv/.installed ## every test
 	$(TESTS)
-
-test-oldest: .venv-oldest/.installed ## a part of the suite on the oldest versions that pyproject.toml allows (20 minutes)
-	OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu .venv-oldest/bin/python -m pytest -q -m "not slow" $(OLDEST_TESTS)
-
-.venv-oldest/.installed: constraints-oldest.txt
-	$(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/python -m pip install -q -r constraints-oldest.txt
-	@touch $@
 
 check: .venv/.installed ## ruff, format, layout and quick tests (a minute)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

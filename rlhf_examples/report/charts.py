@@ -58,8 +58,11 @@ class Drawing:
     legend: tuple[tuple[str, int], ...] = ()
 
 
-def draw_lines(log: pd.DataFrame, chart: Chart) -> Drawing | None:
-    """Every iteration as a thin line, the moving average as a thick one; None without data."""
+def draw_lines(log: pd.DataFrame, chart: Chart, links: dict[int, str] | None = None) -> Drawing | None:
+    """Every iteration as a thin line, the moving average as a thick one; None without data.
+
+    links: iteration → a place on the page, to which a point on the first line there leads.
+    """
     columns = {name: log[name].dropna() for name in chart.series if name in log}
     columns = {n: c for n, c in columns.items() if len(c) and (not chart.log_scale or c.max() > 0)}
     if not columns:
@@ -74,6 +77,7 @@ def draw_lines(log: pd.DataFrame, chart: Chart) -> Drawing | None:
             raw = {"linewidth": 0.7, "marker": "." if few else None}
             axes.plot(*points(column, chart), color=color, alpha=0.3 if len(column) >= FEWEST_TO_FADE else 0.55, **raw)
             axes.plot(*points(smooth, chart), color=color, linewidth=1.9)
+    add_links(axes, next(iter(columns.values())), chart, links or {})
     if chart.log_scale:
         axes.set_yscale("log")
         log_ticks(axes.yaxis, *axes.get_ylim())
@@ -82,6 +86,16 @@ def draw_lines(log: pd.DataFrame, chart: Chart) -> Drawing | None:
     iteration_axis(axes, log.index)
     labels = [(chart.series[name], i % len(SERIES)) for i, name in enumerate(columns)]
     return Drawing(chart.title, chart.unit, as_svg(figure, chart.title), tuple(labels) if len(labels) > 1 else ())
+
+
+def add_links(axes: Axes, column: pd.Series, chart: Chart, links: dict[int, str]) -> None:
+    """Mark the iterations of `links` on a line by points that lead to their places."""
+    line = smoothed(column) if chart.smooth else None
+    line = (column if line is None else line).dropna()
+    marked = [iteration for iteration in links if iteration in line.index]
+    if marked:
+        dots = axes.scatter(marked, line[marked], s=26, color=SERIES[0], zorder=5, clip_on=False)
+        dots.set_urls([links[iteration] for iteration in marked])
 
 
 def points(column: pd.Series, chart: Chart) -> tuple[pd.Index, pd.Series]:

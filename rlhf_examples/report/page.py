@@ -31,13 +31,19 @@ h3 { font-size: 16px; margin: 28px 0 10px; }
 p { margin: 4px 0; }
 .muted, .unit { color: var(--muted); }
 nav { display: flex; flex-wrap: wrap; gap: 6px 18px; margin: 14px 0 0; }
+nav ul { list-style: none; margin: 0; padding: 0; }
+nav .part { font-size: 14px; padding-left: 12px; }
+nav.parts { display: grid; grid-template-columns: repeat(auto-fill, minmax(190px, 1fr)); }
+svg a { cursor: pointer; }
+:target { outline: 2px solid var(--link); outline-offset: 3px; }
 a { color: var(--link); text-decoration: none; }
 a:hover { text-decoration: underline; }
 .numbers { display: grid; grid-template-columns: repeat(auto-fill, minmax(200px, 1fr)); gap: 14px; margin: 18px 0 0; }
 .card { background: var(--card); border: 1px solid var(--grid); border-radius: 10px; padding: 14px 16px; min-width: 0; }
 .number .label, .number .note { font-size: 13px; color: var(--muted); }
-.number .value { font-size: 25px; font-weight: 600; line-height: 1.3; white-space: nowrap; }
+.number .value { font-size: 25px; font-weight: 600; line-height: 1.3; overflow-wrap: anywhere; }
 .number .before { font-size: 17px; font-weight: 400; color: var(--muted); }
+.number .error { display: block; font-size: 13px; font-weight: 400; color: var(--muted); }
 .summary .value { font-size: 28px; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(340px, 100%), 1fr)); gap: 14px; }
 figure { margin: 0; height: 100%; display: flex; flex-direction: column; justify-content: space-between; }
@@ -83,6 +89,7 @@ footer { margin-top: 48px; font-size: 13px; color: var(--muted); }
   .number .before { font-size: 15px; }
   .card { padding: 10px 12px; }
   .spark { display: none; }
+  nav .part { display: inline-block; padding: 0 12px 0 0; }
 }
 @media print { body { background: none; } .card { break-inside: avoid; } }
 """
@@ -95,7 +102,9 @@ TEMPLATE = """<!DOCTYPE html>
   <div class="card number">
     <div class="label">{{ figure.label }}</div>
     <div class="value">
-      {%- if figure.before %}<span class="before">{{ figure.before }} →</span> {% endif %}{{ figure.now -}}
+      {%- if figure.before %}<span class="before">{{ figure.before }} →</span> {% endif %}{{ figure.now }}
+      {%- if figure.error %} <span class="error">± {{ figure.error }}{% if figure.before_error %}, before
+        ± {{ figure.before_error }}{% endif %}</span>{% endif -%}
     </div>
     {%- if figure.note %}<div class="note">{{ figure.note }}</div>{% endif %}
   </div>
@@ -113,9 +122,9 @@ TEMPLATE = """<!DOCTYPE html>
   {{ drawing.svg | safe }}
 </figure>
 {%- endmacro %}
-{%- macro charts(title, drawings) %}
-{%- if drawings %}
-<h3>{{ title }}</h3>
+{%- macro charts(title, drawings, id="") %}
+{%- if drawings or id %}
+<h3{% if id %} id="{{ id }}"{% endif %}>{{ title }}</h3>
 <div class="charts">{% for drawing in drawings %}<div class="card">{{ chart(drawing) }}</div>{% endfor %}</div>
 {%- endif %}
 {%- endmacro %}
@@ -127,7 +136,7 @@ TEMPLATE = """<!DOCTYPE html>
 {%- endmacro %}
 {%- macro settings_of(rows) %}
 {%- if rows %}
-<details><summary>Settings</summary><div class="card scroll"><table>
+<details{% if settings_open %} open{% endif %}><summary>{{ settings_title }}</summary><div class="card scroll"><table>
 {%- for name, value in rows %}<tr><td class="name">{{ name }}</td><td class="setting">{{ value }}</td></tr>{% endfor -%}
 </table></div></details>
 {%- endif %}
@@ -137,17 +146,22 @@ TEMPLATE = """<!DOCTYPE html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
 <link rel="icon" href="data:,">
-<title>{{ name }} – training report</title>
+<title>{{ name }} – {{ kind | lower }}</title>
 <style>{{ style | safe }}</style>
 </head>
 <body>
 <header>
-  <p class="muted">Training report</p>
+  <p class="muted">{{ kind }}</p>
   <h1>{{ name }}</h1>
   <p class="muted">written {{ written }}</p>
-  {%- if steps | length > 1 %}
-  <nav>{% for step in steps %}<a href="#{{ step.key }}">{{ step.title }}</a>{% endfor %}</nav>
-  {%- endif %}
+  <nav class="parts">
+  {%- for step in steps %}
+  <ul><li><a href="#{{ step.key }}">{{ step.title }}</a></li>
+  {%- for part, title in step.parts %}
+  <li class="part"><a href="#{{ step.key }}-{{ part }}">{{ title }}</a></li>
+  {%- endfor %}</ul>
+  {%- endfor %}
+  </nav>
 </header>
 <main>
 {%- if summary %}{{ numbers(summary, "summary") }}{% endif %}
@@ -166,9 +180,9 @@ TEMPLATE = """<!DOCTYPE html>
 {%- endif %}
 {%- if step.figures %}{{ numbers(step.figures) }}{% endif %}
 {{ settings_of(step.settings) }}
-{{ charts("Learning", step.learning) }}
+{{ charts("Learning", step.learning, step.key ~ "-learning") }}
 {%- if step.phases or step.speed %}
-<h3>Time and memory</h3>
+<h3 id="{{ step.key }}-speed">Time and memory</h3>
 <div class="charts">
   {%- if step.phases %}
   <div class="card phases">
@@ -187,14 +201,14 @@ TEMPLATE = """<!DOCTYPE html>
 {%- endif %}
 {{ charts("Sampler and trainer", step.numerics) }}
 {%- if step.samples %}
-<h3>Samples before and after training</h3>
+<h3 id="{{ step.key }}-samples">{{ samples_title }}</h3>
 {%- for sample in step.samples %}
 <div class="card sample">
   <div class="prompt"><div class="tag">prompt</div><p class="text" dir="auto">{{ sample.prompt }}</p></div>
   <div class="sides">
-    {%- for side in ("before", "after") %}
+    {%- for side, title in sides %}
     {%- set reward = sample["reward_" ~ side] %}
-    <div class="side"><div class="tag">{{ side }}{% if reward %} · reward {{ reward }}{% endif %}</div>
+    <div class="side"><div class="tag">{{ title }}{% if reward %} · reward {{ reward }}{% endif %}</div>
     {%- if sample[side] %}{{ turns_of(sample[side]) }}
     {%- else %}<p class="muted">(empty)</p>{% endif -%}
     </div>
@@ -204,12 +218,15 @@ TEMPLATE = """<!DOCTYPE html>
 {%- endfor %}
 {%- endif %}
 {%- if step.completions %}
-<details><summary>Completions of held-out prompts during training</summary>
+<details id="{{ step.key }}-completions"><summary>Completions of held-out prompts during training</summary>
+<p><a href="#{{ step.key }}-learning">back to the curves</a></p>
 {%- for prompt, rows in step.completions %}
+{%- set first = loop.first %}
 <div class="card scroll"><div class="tag">prompt</div><p class="text" dir="auto">{{ prompt }}</p><table>
 <tr><th>iteration</th><th>completion</th><th>reward</th></tr>
 {%- for iteration, completion, reward in rows %}
-<tr><td class="figure">{{ iteration }}</td><td>{{ turns_of(completion) }}</td>
+<tr{% if first %} id="{{ step.key }}-iteration-{{ iteration }}"{% endif %}>
+<td class="figure">{{ iteration }}</td><td>{{ turns_of(completion) }}</td>
 <td class="figure">{{ reward }}</td></tr>
 {%- endfor %}
 </table></div>
@@ -217,7 +234,7 @@ TEMPLATE = """<!DOCTYPE html>
 </details>
 {%- endif %}
 {%- if step.metrics %}
-<details><summary>All metrics</summary><div class="card scroll"><table>
+<details id="{{ step.key }}-metrics"><summary>All metrics</summary><div class="card scroll"><table>
 <tr><th>metric</th><th></th>
 {%- for name in ("first", "last", "minimum", "maximum") %}<th class="figure">{{ name }}</th>{% endfor %}</tr>
 {%- for row in step.metrics %}
@@ -230,7 +247,8 @@ TEMPLATE = """<!DOCTYPE html>
 {%- endfor %}
 <footer>Thin lines show single iterations, thick lines a centred moving average over a tenth of the run.
 The stacked chart of a long run shows means of adjacent iterations.
-A number with an arrow is the mean of the first tenth of the run, then that of the last tenth.</footer>
+A large dot leads to the completions of that iteration.
+{{ arrow }}</footer>
 </main>
 </body>
 </html>

@@ -1,4 +1,5 @@
-"""Writes a run's logs as one self-contained HTML file: python -m rlhf_examples.report runs/demo
+"""Writes a run's logs as one self-contained HTML file: python -m rlhf_examples.report runs/demo. Of two runs it writes
+their comparison: python -m rlhf_examples.report runs/first runs/second
 
 It has a section for every step that logged metrics: the run's subdirectories, and the run itself.
 """
@@ -7,7 +8,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from rlhf_examples.report.charts import (
 from rlhf_examples.report.page import PAGE
 
 REPORT, SUMMARY, PIPELINE = "report.html", "summary.json", "pipeline.json"
+COMPARISON = "comparison.html"
 
 SHOWN_PROMPTS = 4  # for a run that has not ended and has no samples.json
 
@@ -152,12 +154,14 @@ HEADLINES = (
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of a run, with its value before training if both are known."""
+    """A figure of a run, with its value before training if both are known, and their standard errors if they are."""
 
     label: str
     now: str
     before: str = ""
     note: str = ""
+    error: str = ""
+    before_error: str = ""
 
 
 @dataclass(frozen=True)
@@ -191,14 +195,143 @@ def write_report(directory: Path) -> Path:
             f"there is no {METRICS} in {str(directory)!r} or in its subdirectories; give the directory of a run"
         )
     page = PAGE.render(
+        kind="Training report",
         name=directory.resolve().name,
         written=f"{datetime.now():%Y-%m-%d %H:%M}",
         summary=summary_figures(read_json(directory / SUMMARY, {})),
         settings=[] if (directory / METRICS).is_file() else setting_rows(read_json(directory / SETTINGS, {})),
+        settings_title="Settings",
+        settings_open=False,
         steps=[step_section(step) for step in steps],
+        sides=(("before", "before"), ("after", "after")),
+        samples_title="Samples before and after training",
+        arrow="A number with an arrow is the mean of the first tenth of the run, then that of the last tenth.",
     )
     write_atomically(directory / REPORT, page)
     return directory / REPORT
+
+
+def write_comparison(first: Path, second: Path) -> Path:
+    """Write comparison.html of two runs into the second one's directory, and return its path: what their settings
+    differ in, their final figures, their curves over each other, and their last samples of the same prompts.
+
+    Steps are compared by name; a run that is one step is compared with any other that is. Raises ValueError if a
+    directory has no log, or the two have no step in common.
+    """
+    directories = [Path(first), Path(second)]
+    steps = [[read_step(path) for path in step_directories(directory)] for directory in directories]
+    for directory, own in zip(directories, steps, strict=True):
+        if not own:
+            raise ValueError(f"there is no {METRICS} in {str(directory)!r} or in its subdirectories")
+    pairs = [(one, other) for one in steps[0] for other in steps[1] if one.key == other.key]
+    if not pairs and len(steps[0]) == len(steps[1]) == 1:
+        pairs = [(steps[0][0], steps[1][0])]
+    if not pairs:
+        keys = [", ".join(step.key for step in own) for own in steps]
+        raise ValueError(f"the runs have no step in common: {keys[0]} and {keys[1]}")
+    names = [directory.resolve().name for directory in directories]
+    if names[0] == names[1]:
+        names = [str(directory) for directory in directories]
+    summaries = [read_json(directory / SUMMARY, {}) for directory in directories]
+    page = PAGE.render(
+        kind="Comparison of two runs",
+        name=" and ".join(names),
+        written=f"{datetime.now():%Y-%m-%d %H:%M}",
+        summary=[
+            Figure(name.removesuffix("_after").replace("_", " "), format_number(now), format_number(summaries[0][name]))
+            for name, now in summaries[1].items()
+            if isinstance(now, int | float) and name in summaries[0] and not name.endswith(("_stderr", "_before"))
+        ],
+        settings=different(*(read_json(directory / SETTINGS, {}) for directory in directories)),
+        settings_title="Settings that differ",
+        settings_open=True,
+        steps=[compared_section(*pair, names) for pair in pairs],
+        sides=(("before", names[0]), ("after", names[1])),
+        samples_title="Samples of the same prompts after training",
+        arrow=f"A number with an arrow: {names[0]}, then {names[1]}; of a step the means over the last tenth.",
+    )
+    write_atomically(directories[1] / COMPARISON, page)
+    return directories[1] / COMPARISON
+
+
+def compared_section(one: Step, other: Step, names: list[str]) -> dict:
+    """The template's values for a step of two runs."""
+    logs = [
+        step.log.loc[:, [name for name in step.log if name in CHARTED or name.startswith(("eval", "rewards/"))]]
+        for step in (one, other)
+    ]
+    both = pd.concat(
+        [log.rename(columns=lambda name, run=run: f"{run}/{name}") for run, log in enumerate(logs)], axis=1
+    )
+    charts = {
+        group: [overlay(chart, logs, names) for chart in of_group]
+        for group, of_group in (
+            ("learning", (*LEARNING, *other_charts(logs[0]))),
+            ("speed", SPEED),
+            ("numerics", NUMERICS),
+        )
+    }
+    drawn = {group: draw_charts(both, of_group) for group, of_group in charts.items()}
+    figures = [headline_figures(step.log) for step in (one, other)]
+    by_label = {figure.label: figure.now for figure in figures[0]}
+    last = {sample.get("prompt"): sample for sample in one.samples}
+    samples = [
+        sample_of(
+            {
+                "prompt": sample["prompt"],
+                "before": last[sample["prompt"]].get("after", ""),
+                "after": sample.get("after", ""),
+                **{
+                    f"reward_{side}": each["reward_after"]
+                    for side, each in (("before", last[sample["prompt"]]), ("after", sample))
+                    if "reward_after" in each
+                },
+            }
+        )
+        for sample in other.samples
+        if sample.get("prompt") in last
+    ]
+    has = {
+        ("learning", "Learning"): True,
+        ("speed", "Time and memory"): drawn["speed"],
+        ("samples", "Samples"): samples,
+    }
+    return {
+        "key": other.key,
+        "title": other.title,
+        "iterations": len(both),
+        "duration": "",
+        "figures": [Figure(f.label, f.now, by_label[f.label]) for f in figures[1] if f.label in by_label],
+        **drawn,
+        "phases": None,
+        "phase_rows": [],
+        "not_finite": [
+            f"{name}: {line}" for name, step in zip(names, (one, other), strict=True) for line in not_finite(step)
+        ],
+        "samples": samples,
+        "completions": [],
+        "settings": different(one.settings, other.settings),
+        "metrics": [],
+        "parts": [part for part, there in has.items() if there],
+    }
+
+
+def overlay(chart: Chart, logs: list[pd.DataFrame], names: list[str]) -> Chart:
+    """A chart with a line for each metric of each of two runs."""
+    many = sum(any(name in log for log in logs) for name in chart.series) > 1
+    series = {
+        f"{run}/{name}": f"{names[run]}: {label}" if many else names[run]
+        for name, label in chart.series.items()
+        for run, log in enumerate(logs)
+        if name in log
+    }
+    return replace(chart, series=series)
+
+
+def different(one: dict, other: dict) -> list[tuple[str, str]]:
+    """The settings in which two runs differ, as (name, text)."""
+    values = {name: [json.dumps(run.get(name)) for run in (one, other)] for name in {**one, **other}}
+    return [(name, printable(f"{a} → {b}")) for name, (a, b) in values.items() if a != b]
 
 
 def step_directories(directory: Path) -> list[Path]:
@@ -238,28 +371,39 @@ def read_step(directory: Path) -> Step:
 def step_section(step: Step) -> dict:
     """The template's values for a step."""
     log, seconds = step.log, phase_seconds(step.log)
-    return {
+    completions = completions_by_prompt(step.completions, len(step.samples) or SHOWN_PROMPTS)
+    shown = [iteration for iteration, *_ in completions[0][1]] if completions else []
+    links = {iteration: f"#{step.key}-iteration-{iteration}" for iteration in shown}
+    section = {
         "key": step.key,
         "title": step.title,
         "iterations": len(log),
         "duration": duration(log["time/iteration_s"].sum()) if "time/iteration_s" in log else "",
         "figures": headline_figures(log),
-        "learning": draw_charts(log, (*LEARNING, *other_charts(log))),
+        "learning": draw_charts(log, (*LEARNING, *other_charts(log)), links),
         "phases": draw_phases(seconds),
         "phase_rows": phase_rows(seconds),
         "not_finite": not_finite(step),
         "speed": [*draw_charts(log, SPEED), *draw_memory(log)],
         "numerics": [*draw_histograms(step.histograms), *draw_charts(log, NUMERICS)],
         "samples": [sample_of(sample) for sample in step.samples],
-        "completions": completions_by_prompt(step.completions, len(step.samples) or SHOWN_PROMPTS),
+        "completions": completions,
         "settings": setting_rows(step.settings),
         "metrics": metric_rows(log),
     }
+    has = {
+        ("learning", "Learning"): True,
+        ("speed", "Time and memory"): section["phases"] or section["speed"],
+        ("samples", "Samples"): section["samples"],
+        ("completions", "Completions while training"): completions,
+        ("metrics", "All metrics"): section["metrics"],
+    }
+    return {**section, "parts": [part for part, there in has.items() if there]}
 
 
-def draw_charts(log: pd.DataFrame, charts) -> list[Drawing]:
-    """The charts for which the log has data, rendered."""
-    drawings = (draw_lines(log, chart) for chart in charts)
+def draw_charts(log: pd.DataFrame, charts, links: dict[int, str] | None = None) -> list[Drawing]:
+    """The charts for which the log has data, rendered.  links: iteration → where a point there leads."""
+    drawings = (draw_lines(log, chart, links) for chart in charts)
     return [drawing for drawing in drawings if drawing]
 
 
@@ -301,19 +445,23 @@ def headline_figures(log: pd.DataFrame) -> list[Figure]:
 
 
 def summary_figures(summary: dict) -> list[Figure]:
-    """The pipeline's figures: known ones first, with labels, then the others by their names. A figure that has a
-    standard error (`NAME_stderr`) is shown with it.
+    """The pipeline's figures: known ones first, with labels, then the others by their names. NAME_before and NAME_after
+    are one figure; one that has a standard error (`NAME_stderr`) is shown with it.
     """
     texts = {
         name: format_number(value) if isinstance(value, int | float | None) else str(value)
         for name, value in summary.items()
     }
-    errors = {f"{name}_stderr" for name in texts} & texts.keys()
     remaining = {
-        name: f"{text} ± {texts[error]}" if (error := f"{name}_stderr") in errors else text
-        for name, text in texts.items()
-        if name not in errors
+        name: text for name, text in texts.items() if name.removesuffix("_stderr") not in texts.keys() - {name}
     }
+
+    def figure(label: str, now: str, before: str, note: str = "") -> Figure:
+        del remaining[now]
+        before_text = remaining.pop(before, "")
+        errors = [texts.get(f"{name}_stderr", "") for name in (now, before)]
+        return Figure(label, texts[now], before_text, note, errors[0], errors[1] if before_text else "")
+
     rate, hf_rate = summary.get("tokens_per_second"), summary.get("hf_tokens_per_second")
     speedup = f"{rate / hf_rate:.1f} × Hugging Face's {format_number(hf_rate)}" if rate and hf_rate else ""
     labelled = [
@@ -323,14 +471,15 @@ def summary_figures(summary: dict) -> list[Figure]:
         ("Reward model", "reward_accuracy", "", "accuracy on held-out pairs"),
         ("Tokens per second", "tokens_per_second", "", speedup),
     ]
-    figures = [
-        Figure(label, remaining.pop(after), remaining.pop(before, ""), note)
-        for label, after, before, note in labelled
-        if after in remaining
-    ]
+    figures = [figure(label, now, before, note) for label, now, before, note in labelled if now in remaining]
     if speedup:
         del remaining["hf_tokens_per_second"]
-    return figures + [Figure(name.replace("_", " "), value) for name, value in remaining.items()]
+    for name in list(remaining):
+        stem = name.removesuffix("_before")
+        if name in remaining and not (name != stem and f"{stem}_after" in remaining):
+            stem = name.removesuffix("_after")
+            figures.append(figure(stem.replace("_", " "), name, f"{stem}_before" if stem != name else ""))
+    return figures
 
 
 def phase_rows(seconds: pd.DataFrame) -> list[tuple[str, int, str, str]]:

@@ -358,15 +358,12 @@ def test_packing_without_padding_free_raises():
 def test_chat_passes_chat_template_kwargs():
     """Qwen3's template disables thinking by an empty thought before the answer."""
     tokenizer, messages = tokenizer_of("qwen3"), [{"role": "user", "content": "why?"}]
-
-    class Engine:
-        def generate(self, ids, **settings):
-            prompts.append(tokenizer.decode(ids[0]))
-            return ids
-
+    speaker = chat.Speaker("x", None, tokenizer, 4096)
     prompts = []
     for settings in ("", '{"enable_thinking": false}'):
-        chat.answer(Engine(), tokenizer, messages, ChatArguments(path="x", chat_template_kwargs=settings))
+        chatting = chat.Chat([speaker], ChatArguments(path="x", chat_template_kwargs=settings), messages=[])
+        chatting.messages = messages
+        prompts.append(tokenizer.decode(chatting.prompt(speaker)[0]))
     expected = [
         tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **settings)
         for settings in ({}, {"enable_thinking": False})

@@ -18,7 +18,7 @@ import pytest
 from rlhf_examples.common.run_log import RunLog
 from rlhf_examples.common.trackers import Histogram
 from rlhf_examples.report.charts import MOST_POINTS, downsampled, draw_histogram, phase_seconds, smoothed
-from rlhf_examples.report.write import duration, write_report
+from rlhf_examples.report.write import duration, summary_figures, write_comparison, write_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ODD = "<script>alert(1)</script> </p> &amp; {{ 7 * 7 }} \u202egnp 🙂 \ud83d \x00 [/red] 'q' \"q\""
@@ -263,7 +263,12 @@ const charts = [...document.querySelectorAll("figure svg")].map(svg => {
   const box = svg.getBoundingClientRect();
   return [svg.getAttribute("aria-label"), box.x, box.y, box.width, box.height];
 });
-console.log(JSON.stringify({window: innerWidth, page: document.documentElement.scrollWidth, charts}));
+const wide = [...document.querySelectorAll(".card, .card *")].filter(
+  element => !element.closest(".scroll, svg") && element.scrollWidth > element.clientWidth + 1 && element.clientWidth
+).map(element => element.className + ": " + element.textContent.trim().slice(0, 40));
+const lost = [...document.querySelectorAll("a")].map(link => link.getAttribute("href")).filter(
+  target => !target || !document.getElementById(target.slice(1)));
+console.log(JSON.stringify({window: innerWidth, page: document.documentElement.scrollWidth, charts, wide, lost}));
 </script></body>"""
 
 
@@ -277,9 +282,9 @@ def console_of(page: Path, screenshot: Path, width: int = 1280, height: int = 42
     return re.findall(r'CONSOLE[^"]*"(.*)", source', done.stderr)
 
 
-def measured(run: Path, directory: Path, width: int, height: int = 4200) -> dict:
-    """The sizes of a report's charts in a window of `width`: in a frame, as a window is never narrower than 500."""
-    source = (run / "report.html").read_text(encoding="utf-8")
+def measured(run: Path, directory: Path, width: int, height: int = 4200, name: str = "report.html") -> dict:
+    """The sizes of a page's charts in a window of `width`: in a frame, as a window is never narrower than 500."""
+    source = (run / name).read_text(encoding="utf-8")
     source = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", source)
     (directory / "measured.html").write_text(source.replace("</body>", MEASURE), encoding="utf-8")
     frame = f'<iframe src="measured.html" style="border:0;width:{width}px;height:{height}px"></iframe>'
@@ -342,3 +347,76 @@ def test_completions_while_training_are_shown_by_prompt(tmp_path):
 def test_the_report_needs_no_deepspeed():
     code = "import rlhf_examples.report.write, sys; assert 'deepspeed' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def log_grpo(directory: Path, reward: float, beta: float) -> None:
+    """Log a GRPO step whose held-out completions are written every second iteration."""
+    log = RunLog(directory, total=12, print_every=0, report_to=[], settings={"beta": beta, "seed": 1})
+    for i in range(1, 13):
+        log.add(i, {"reward": reward * i, "kl": 0.1, "time/iteration_s": 1.0, "time/tokens_per_s": 90.0})
+        if i % 2 == 0:
+            columns = {"prompt": ["1 + 1 =", "2 + 2 ="], "completion": [f"two {i}", f"four {i}"], "score": [0.0, 1.0]}
+            log.add_completions(i, columns, shown=0)
+    log.show_samples(["1 + 1 =", "2 + 2 ="], ["", "5"], [f"after {beta}", ODD], [0.0, 0.0], [1.0, reward])
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory) -> list[Path]:
+    """Two runs of GRPO, and their summaries, which are long."""
+    runs = [tmp_path_factory.mktemp("two") / name for name in ("first", "second")]
+    for run, reward in zip(runs, (1.0, 2.0), strict=True):
+        log_grpo(run / "grpo", reward, beta=reward / 10)
+        figures = {"gold_score_before": 0.426604, "gold_score_before_stderr": 0.024601, "kl": -123456.789 * reward}
+        figures |= {
+            "gold_score_after": 0.95277,
+            "gold_score_after_stderr": 0.009651,
+            "a_name_that_is_very_long_after": 1e-9,
+        }
+        (run / "summary.json").write_text(json.dumps(figures))
+        write_report(run)
+    write_comparison(*runs)
+    return runs
+
+
+def test_points_lead_to_the_completions_of_their_iterations(two_runs):
+    page = Page(two_runs[0] / "report.html")
+    targets = {value for _, name, value in page.attributes if name == "id"}
+    links = [value for tag, name, value in page.attributes if (tag, name) == ("a", "href") and "-iteration-" in value]
+    assert set(links) == {f"#grpo-iteration-{i}" for i in range(2, 13, 2)} <= {f"#{target}" for target in targets}
+
+
+def test_a_figure_before_and_after_is_one_card():
+    figures = {
+        figure.label: figure for figure in summary_figures({"my_before": 1, "my_after": 2, "my_after_stderr": 0.5})
+    }
+    assert figures.keys() == {"my"}
+    assert (figures["my"].before, figures["my"].now, figures["my"].error) == ("1", "2", "0.5")
+
+
+def test_two_runs_are_compared(two_runs):
+    page = Page(two_runs[1] / "comparison.html")
+    assert page.texts["h1"] == ["first and second"]
+    assert [row.split() for row in page.texts["tr"] if "beta" in row] == [["beta", "0.1", "→", "0.2"]]
+    assert not any(row.startswith("seed") for row in page.texts["tr"]), "settings that are equal are left out"
+    assert "Reward" in page.charts and page.texts[".legend"][0] == "firstsecond"
+    assert any("after 0.1" in side for side in page.texts[".side"]) and any(
+        "after 0.2" in side for side in page.texts[".side"]
+    )
+    values = [" ".join(value.split()) for value in page.texts[".value"]]
+    assert "12 → 24" in values, "the last tenth's reward of both"
+
+
+def test_runs_without_a_common_step_are_refused(run, two_runs, tmp_path):
+    with pytest.raises(ValueError, match="no step in common: sft, ppo and grpo"):
+        write_comparison(run, two_runs[0])
+    with pytest.raises(ValueError, match="there is no metrics"):
+        write_comparison(run, tmp_path)
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [360, 800, 1400])
+@pytest.mark.parametrize("name", ["report.html", "comparison.html"])
+def test_nothing_is_wider_than_its_card(two_runs, tmp_path, width, name):
+    sizes = measured(two_runs[1], tmp_path, width, name=name)
+    assert sizes["page"] <= sizes["window"] == width
+    assert (sizes["wide"], sizes["lost"]) == ([], [])
