@@ -68,6 +68,12 @@ class CallLock:
                 self._owner = self._task = None
                 self._changed.notify_all()
 
+    @property
+    def owner_ident(self) -> int | None:
+        """Identifier of the thread that holds the lock now; None: no thread does."""
+        owner = self._owner
+        return None if owner is None else owner.ident
+
     def hand_over(self, thread: threading.Thread) -> None:
         """Give the lock, which this thread holds, to another one until that calls `hand_back`. This thread's next calls
         wait for that."""

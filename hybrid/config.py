@@ -151,6 +151,11 @@ class RolloutConfig(Block):
         `RolloutBatch.router_indices`, for `replay_routing` in training (vLLM's `enable_return_routed_experts`). Two
         bytes for each token, layer and chosen expert, in the KV cache and, in host memory, in the batch: 768 per token
         with 48 layers and 8 experts each.
+    wait_report_s: seconds after which a rank that waits in a collective of this engine logs which ranks are missing,
+        and again whenever that time has doubled. None: never.
+    wait_timeout_s: seconds after which a wait for other ranks, in the engine's process groups, ends with LostRankError.
+        DeepSpeed's collectives in these groups end by it too. None: the groups' own timeout, which is 30 minutes
+        unless `deepspeed.init_distributed(timeout=...)` gives another.
     """
 
     keep_snapshot: bool = True
@@ -169,6 +174,8 @@ class RolloutConfig(Block):
     attention_backend: Literal["auto", "triton", "flashinfer"] = "triton"
     speculation: SpeculationConfig | None = None
     return_router_indices: bool = False
+    wait_report_s: float | None = Field(10, gt=0)
+    wait_timeout_s: int | None = Field(None, gt=0)
 
     @model_validator(mode="after")
     def _finds_hidden_states(self) -> "RolloutConfig":

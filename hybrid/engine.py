@@ -40,11 +40,20 @@ from hybrid.memory_plan import MemoryPlan, MemoryPlanner, free_bytes
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.spec import UnsupportedModel
 from hybrid.models.structure import generating_part
-from hybrid.parallel import InferenceGroup, all_gather_objects, engine_name, lost_rank_reported, world_size
+from hybrid.parallel import (
+    InferenceGroup,
+    all_gather_objects,
+    engine_name,
+    limit_waits,
+    lost_rank_reported,
+    world_size,
+)
 from hybrid.profiling import Profiler
+from hybrid.rank_waits import RankWaits
 from hybrid.rollout import EnvironmentLimits, RolloutBatch, SamplingParams, StopAfter, UnfinishedRows
 from hybrid.sleep import Sleep
 from hybrid.weights.export import save_pretrained
+from hybrid.weights.gather import partition_groups
 from hybrid.weights.host_tensors import tensors_in
 from hybrid.weights.lend import Window
 from hybrid.weights.lora import read_adapters
@@ -84,7 +93,9 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         self._in_eval = False
         self._unhooked = ExitStack()  # on close, restores the hooks of switched modules
         self._tree = ModuleTree(self.module)
-        self._profiler = Profiler(engine_name(), get_accelerator().synchronize)
+        name = engine_name()
+        self._waits = RankWaits(name, self._rollout_settings.wait_report_s, self.call_lock, self._decoding_groups)
+        self._profiler = Profiler(name, get_accelerator().synchronize)
         self._builder = Builder(
             generating_part(self.module),
             *blocks,
@@ -105,8 +116,10 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
             self._before_update = optimizer.register_step_pre_hook(self._version.begin_update)
         self._exchange = exchange_tokens(expert_layers(self._policy))
         self._group = InferenceGroup(self._planner.in_use.tp_size, group=mpu_group)
+        self._limit_waits()
         self._run_on(self._builder.make(self._planner.in_use, self._group))
         self._replace_refused_decoder()
+        self._waits.built()
         self._routes = [Route(self._policy, self.generate)] if self._builder.info.can_generate else []
         if isinstance(head := getattr(self.module, "score", None), nn.Module):
             # A sequence classifier's head: TRL's PPO trainer reads it through DeepSpeed's engine.
@@ -116,6 +129,20 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
     def _policy(self) -> nn.Module:
         """The part of the module that generates. Not an attribute: the engine, an nn.Module, would register it."""
         return self._builder.info.model
+
+    def _limit_waits(self) -> None:
+        """Apply `rollout.wait_timeout_s` to the process groups in which ranks wait for each other."""
+        limit_s, exchange = self._rollout_settings.wait_timeout_s, self._exchange
+        if limit_s is not None and world_size() > 1:
+            own = (None, self._group.group, self._group.tensor.group, None if exchange is None else exchange.group)
+            limit_waits((*own, *partition_groups(self.module.parameters())), limit_s)
+
+    def _decoding_groups(self) -> Iterator[InferenceGroup]:
+        """The groups whose ranks compute together on the CPU kernels."""
+        fused, exchange = self.__dict__.get("_fused"), self.__dict__.get("_module_exchange")
+        for part in (fused, exchange):
+            if part is not None and part.group is not None:
+                yield from dict.fromkeys((part.group, part.group.tensor))
 
     def _replace_refused_decoder(self) -> None:
         """If the tensor-parallel decoder cannot be used, share the model's own modules instead."""
@@ -383,6 +410,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
             if "_before_update" in self.__dict__:
                 self._before_update.remove()
             self._watch.close()
+            self._waits.close()
             self._uninstall()
             self._free_kv()
             self._release_weights()

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 # Data-parallel ranks number their prompt rows from `rank * ROWS_PER_RANK`, so that no two rows share a sampling key.
 ROWS_PER_RANK = 1 << 40
@@ -52,6 +53,26 @@ def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> li
     values = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def broadcast_object(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """The `value` of the group's first rank. A collective."""
+    values = [value]
+    dist.broadcast_object_list(values, group=group, group_src=0)
+    return values[0]
+
+
+def timeout_s(group: dist.ProcessGroup | None) -> float:
+    """Seconds after which a collective of `group` fails, if a rank does not join it (torch 2.13 shows it in private
+    attributes alone)."""
+    group = group or dist.group.WORLD
+    return group._get_backend(group._device_types[0]).options._timeout.total_seconds()
+
+
+def limit_waits(groups: Iterable[dist.ProcessGroup | None], limit_s: float) -> None:
+    """Let every collective of these groups fail after `limit_s` seconds, if a rank does not join it."""
+    for group in dict.fromkeys(group or dist.group.WORLD for group in groups):
+        _set_pg_timeout(timedelta(seconds=limit_s), group)
 
 
 class LostRankError(RuntimeError):
@@ -170,6 +191,11 @@ class InferenceGroup:
 
     def fail(self) -> None:
         """Tell the ranks that wait for this one that it has raised an error; over torch.distributed they time out."""
+
+    def late_ranks(self) -> tuple[int, tuple[int, ...]]:
+        """Number of the exchange that this rank has arrived at, and the ranks of the world that it waits for there.
+        Known where ranks share memory, else (0, ())."""
+        return 0, ()
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """All-reduce: `tensor` becomes, in place, the sum over the group. Gives `tensor`."""

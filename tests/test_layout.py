@@ -26,7 +26,7 @@ LAYERS = [
     ("hybrid.engine",),
     ("hybrid.inference",),
     ("hybrid.deepspeed_api",),
-    ("hybrid.doctor", "hybrid.offline_plan"),
+    ("hybrid.doctor", "hybrid.offline_plan", "hybrid.rank_waits"),
     ("hybrid.memory_plan",),
     ("hybrid.build",),
     ("hybrid.generation",),

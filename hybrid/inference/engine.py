@@ -1,6 +1,7 @@
 """`hybrid.init_inference` and its InferenceEngine: DeepSpeed's inference API over this project's decoders."""
 
 import inspect
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -34,8 +35,9 @@ from hybrid.inference.validation import inference_group, join_ranks, validated
 from hybrid.inputs import as_model_inputs
 from hybrid.kernels.cuda_graph import GraphedForward
 from hybrid.models.model_info import ModelInfo
-from hybrid.parallel import all_gather_objects, engine_name
+from hybrid.parallel import InferenceGroup, all_gather_objects, engine_name
 from hybrid.profiling import ModelTimes, Profiler
+from hybrid.rank_waits import RankWaits
 from hybrid.sleep import Sleep
 from hybrid.weights.host_tensors import tensors_in
 from hybrid.weights.lend import Window
@@ -107,7 +109,9 @@ class InferenceEngine(nn.Module):
     def _install(self, loaded: LoadedModel) -> None:
         """Build and install the containers over the loaded weights, which do not change from here on."""
         defaults, synchronize = RolloutConfig(), get_accelerator().synchronize
-        self._profiler = Profiler(engine_name(), synchronize)
+        name = engine_name()
+        self._waits = RankWaits(name, defaults.wait_report_s, self.call_lock, self._decoding_groups)
+        self._profiler = Profiler(name, synchronize)
         make_event = partial(torch.cuda.Event, enable_timing=True) if torch.cuda.is_available() else None
         self._times = ModelTimes(synchronize, make_event)
         self._own_hooks: list[RemovableHandle] = []
@@ -153,6 +157,12 @@ class InferenceEngine(nn.Module):
         self._containers = containers_of(parts_of(loaded.info), self._calls)
         for container in self._containers:
             container.install()
+        self._waits.built()
+
+    def _decoding_groups(self) -> Iterator[InferenceGroup]:
+        """The groups whose ranks compute together on the CPU kernels."""
+        group = None if (fused := self.__dict__.get("_fused")) is None else fused.group
+        yield from () if group is None else dict.fromkeys((group, group.tensor))
 
     def _make_sleep(self) -> Sleep:
         shared = self._exchange if self._exchange is not None else self._group if self._group.size > 1 else None
@@ -308,6 +318,7 @@ class InferenceEngine(nn.Module):
             container.uninstall()
         for hook in self._own_hooks:
             hook.remove()
+        self._waits.close()
         self._graphs = None
         self._close()
         self._snapshot.release()

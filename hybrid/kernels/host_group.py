@@ -5,10 +5,11 @@ import os
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 
 from hybrid.kernels.cpu_library import HOST, address, cpu_library
 from hybrid.kernels.host_memory import ARRIVAL_BYTES, SUM_FAILED, HostMemory, connect, group_record, require_exchanged
-from hybrid.parallel import InferenceGroup, all_gather_objects
+from hybrid.parallel import InferenceGroup, all_gather_objects, timeout_s
 
 CAPACITY = 1 << 16  # floats that a rank exchanges at a time
 SumFunction = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
@@ -29,6 +30,8 @@ class HostGroup(InferenceGroup):
         self.error: Exception | None = None  # of a sum inside a call of the kernels
         self.sum_function = SumFunction(self._sum_for_kernels)
         self.record = group_record(self.size, self.index, CAPACITY)
+        if self.group is not None:
+            self.record.timeout_s = round(timeout_s(self.group))
         self.record.sum = ctypes.cast(self.sum_function, ctypes.c_void_p)
 
     @property
@@ -72,6 +75,14 @@ class HostGroup(InferenceGroup):
         for group in dict.fromkeys((self, self.tensor)):
             if group.memory is not None:
                 group.memory.view(torch.int64)[group.index * ARRIVAL_BYTES // 8 + 1] = group.record.call
+
+    def late_ranks(self) -> tuple[int, tuple[int, ...]]:
+        if self.memory is None or self.group is None or self.record.status:
+            return 0, ()
+        stride = ARRIVAL_BYTES // 8
+        arrived = self.memory.view(torch.int64)[: self.size * stride : stride].tolist()
+        ranks = zip(dist.get_process_group_ranks(self.group), arrived, strict=True)
+        return arrived[self.index], tuple(rank for rank, count in ranks if count < arrived[self.index])
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """All-gather of tensors that have one shape on every rank.  [size, ...]"""

@@ -11,10 +11,10 @@ from deepspeed.accelerator import get_accelerator
 
 from hybrid.kernels import require_contiguous
 from hybrid.kernels.cpu_library import HOST, RECORDS, cpu_library
-from hybrid.parallel import LostRankError, all_gather_objects, rank
+from hybrid.parallel import LostRankError, all_gather_objects, broadcast_object, rank, timeout_s
 
 ARRIVAL_BYTES = 64  # of an Arrival in group.h
-TIMEOUT_S = 1800  # for a rank that runs but does not arrive
+TIMEOUT_S = 1800  # for a rank that runs but does not arrive, of a group without a process group
 FAILED, ENDED, SILENT, SUM_FAILED = 1, 2, 3, 4  # GroupStatus in group.h
 
 
@@ -43,7 +43,7 @@ def require_exchanged(record: ctypes.Structure) -> None:
             f"rank {record.culprit} of the group raised an error in a forward that ranks run together"
         )
     if record.status in (ENDED, SILENT):
-        what = "has ended" if record.status == ENDED else f"has not answered for {TIMEOUT_S} s"
+        what = "has ended" if record.status == ENDED else f"has not answered for {record.timeout_s} s"
         raise LostRankError(
             f"rank {rank()}: another rank has ended, or does not answer: rank {record.culprit} of its group {what}. "
             "Its own output says why; nothing can be generated or trained without it: start the run again"
@@ -82,6 +82,7 @@ class HostMemory:
     def _make_barrier(self) -> None:
         size = dist.get_world_size(self.group)
         record = group_record(size, dist.get_rank(self.group))
+        record.timeout_s = round(timeout_s(self.group))
         if size <= len(record.pids):
             self.arrivals = self.empty(size * ARRIVAL_BYTES, torch.uint8)
             connect(record, self.arrivals, all_gather_objects(os.getpid(), self.group))
@@ -106,14 +107,14 @@ class HostMemory:
 
     def _opened(self, nbytes: int) -> torch.Tensor | None:
         """New shared memory, uint8 [nbytes]; None on all ranks if one of them may not open it."""
-        path, file = [None], None
+        path, file = None, None
         if dist.get_rank(self.group) == 0:
             file = os.memfd_create("hybrid")  # not limited by /dev/shm's size; nothing is left behind if we are killed
             os.ftruncate(file, nbytes)
-            path = [f"/proc/{os.getpid()}/fd/{file}"]
-        dist.broadcast_object_list(path, group=self.group, group_src=0)
+            path = f"/proc/{os.getpid()}/fd/{file}"
+        path = broadcast_object(path, self.group)
         try:
-            memory = torch.from_file(path[0], shared=True, size=nbytes, dtype=torch.uint8)
+            memory = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
         except RuntimeError:  # no permission to open the first rank's files under /proc
             memory = None
         is_open = all(all_gather_objects(memory is not None, self.group))

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from hybrid.models.modules import active_copy
+from hybrid.parallel import broadcast_object
 from hybrid.weights.gather import gathered
 from hybrid.weights.lora import Adapted, read_adapters
 
@@ -64,12 +65,11 @@ def save_pretrained(
         error = raised
     for _ in layers:  # joins the gathers: all of them on the other ranks, on rank 0 those left after an error
         pass
-    message = [repr(error) if error else ""]
-    dist.broadcast_object_list(message)
+    message = broadcast_object(repr(error) if error else "")
     if error:
         raise error
-    if message[0]:
-        raise RuntimeError(f"save_pretrained: the first rank could not write {directory}: {message[0]}")
+    if message:
+        raise RuntimeError(f"save_pretrained: the first rank could not write {directory}: {message}")
 
 
 def write_model(

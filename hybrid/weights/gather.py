@@ -65,9 +65,14 @@ def storage_for(param: torch.Tensor, host: HostMemory | None = None) -> torch.Te
     return torch.empty(param.ds_numel, dtype=dtype, device=get_accelerator().current_device_name())
 
 
+def partition_groups(params: Iterable[torch.Tensor]) -> set[dist.ProcessGroup]:
+    """The process groups that ZeRO-3 partitions these parameters over."""
+    return {param.ds_process_group for param in params if is_partitioned(param)}
+
+
 def memory_of_hosts(params: Iterable[torch.Tensor]) -> HostMemory | None:
     """Memory of the ranks that partition these parameters, if they compute on the CPUs of one host. A collective."""
-    groups = {param.ds_process_group for param in params if is_partitioned(param)}
+    groups = partition_groups(params)
     return HostMemory.shared_by(groups.pop()) if len(groups) == 1 else None
 
 

@@ -140,21 +140,22 @@ class Window:
         """Update the snapshot for a window with `adapters`. A collective if partitioned weights must be gathered."""
         if self.snapshot.is_fresh(adapters):
             return
-        if self._must_gather(adapters):  # tell ranks whose request failed to join: see `join_refresh`
-            any_rank([True], self.device)
-        self._gather(adapters)
+        with lost_rank_reported("gathering the weights"):
+            if self._must_gather(adapters):  # tell ranks whose request failed to join: see `join_refresh`
+                any_rank([True], self.device)
+            self._gather(adapters)
 
     def join_refresh(self, adapters: bool) -> None:
         """Called where a request failed before its window opened: join the gather if another rank refreshes."""
-        if self._must_gather(adapters) and any_rank([False], self.device)[0]:
-            self._gather(adapters)
+        with lost_rank_reported("gathering the weights"):
+            if self._must_gather(adapters) and any_rank([False], self.device)[0]:
+                self._gather(adapters)
 
     def _must_gather(self, adapters: bool) -> bool:
         return self.is_collective and self.snapshot.must_gather(adapters)
 
     def _gather(self, adapters: bool) -> None:
-        with lost_rank_reported("gathering the weights"):
-            self.profiler.gathered(self.snapshot.refresh(self.profiler.phase, adapters))
+        self.profiler.gathered(self.snapshot.refresh(self.profiler.phase, adapters))
 
     @contextmanager
     def _lent(self, adapters: bool) -> Iterator[None]:
