@@ -28,7 +28,7 @@ from rich.table import Table
 from transformers import AutoConfig, PretrainedConfig
 
 from hybrid.config import load_config, read_blocks
-from hybrid.doctor import OK, PROBLEM, WARNING, Finding, findings, in_gib
+from hybrid.doctor import OK, PROBLEM, WARNING, Finding, findings, size_text
 from hybrid.offline_plan import OfflinePlan, Training, offline_plan
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Tools around hybrid-engine.")
@@ -199,7 +199,7 @@ def about_model(model: str, made: OfflinePlan, memory: int) -> Iterable[Finding]
         yield Finding(model, WARNING, f"rollouts run in the model's own layers: {made.fallback_reason}", remedy)
     else:
         yield Finding(model, OK, "rollouts run fused")
-    have = f"a rank has {in_gib(memory)}, training takes {in_gib(made.training_bytes)} without activations"
+    have = f"a rank has {size_text(memory)}, training takes {size_text(made.training_bytes)} without activations"
     if made.chosen is None:
         yield Finding("memory", PROBLEM, f"nothing fits: {have}", "more ranks, --lora, or a smaller model")
     else:
@@ -223,7 +223,9 @@ def escaped(text: str) -> str:
 
 def print_plan(made: OfflinePlan) -> None:
     """Print a plan's table, and what "auto" would take."""
-    print(f"\nTraining holds {in_gib(made.training_bytes)} on a rank: weights, gradients, AdamW; without activations.")
+    print(
+        f"\nTraining holds {size_text(made.training_bytes)} on a rank: weights, gradients, AdamW; without activations."
+    )
     runs = f"in the model's own layers: {made.fallback_reason}" if made.fallback_reason else "fused"
     print(f"Rollouts run {runs}.\n\n{made.plan}")
     if made.chosen is not None:

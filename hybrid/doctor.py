@@ -111,11 +111,13 @@ def devices() -> Iterator[Finding]:
     cores = psutil.cpu_count(logical=False) or psutil.cpu_count()
     memory = psutil.virtual_memory()
     yield Finding(
-        "processor", OK, f"{processor_name()}, {cores} cores, {in_gib(memory.available)} of {in_gib(memory.total)} free"
+        "processor",
+        OK,
+        f"{processor_name()}, {cores} cores, {size_text(memory.available)} of {size_text(memory.total)} free",
     )
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        yield Finding(f"GPU {index}", OK, f"{properties.name}, {in_gib(properties.total_memory)}")
+        yield Finding(f"GPU {index}", OK, f"{properties.name}, {size_text(properties.total_memory)}")
     used = get_accelerator().device_name()
     if used == "cpu" and torch.cuda.is_available():
         yield Finding("device in use", WARNING, "cpu, although there is a GPU", "unset DS_ACCELERATOR")
@@ -232,13 +234,13 @@ def environment() -> Iterator[Finding]:
     if shared.is_dir():
         size = psutil.disk_usage(str(shared)).total
         if size < SHARED_MEMORY_BYTES:
-            detail = f"{in_gib(size)}: ranks of a host share weights there"
+            detail = f"{size_text(size)}: ranks of a host share weights there"
             yield Finding("/dev/shm", WARNING, detail, "docker run --shm-size=16g, or --ipc=host")
 
 
-def in_gib(nbytes: int) -> str:
-    """Bytes as text, in GiB with one decimal."""
-    return f"{nbytes / 2**30:.1f} GiB"
+def size_text(nbytes: int) -> str:
+    """Bytes as text, with one decimal: in GiB, or in MiB below a tenth of one."""
+    return f"{nbytes / 2**20:.1f} MiB" if nbytes < 2**30 / 10 else f"{nbytes / 2**30:.1f} GiB"
 
 
 if __name__ == "__main__":

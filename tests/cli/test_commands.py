@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from hybrid import doctor
 from hybrid.__main__ import app, bytes_of
+from hybrid.doctor import size_text
 from tests.tiny_models import FAMILIES, VOCABULARY
 
 LLAMA_70B = {
@@ -192,6 +193,11 @@ def test_what_is_wrong_is_said(machine, tmp_path, arguments, words):
     assert result.exit_code == 2
     assert words in result.output
     assert "Traceback" not in result.output
+
+
+def test_sizes_as_text():
+    sizes = [80 << 30, 1 << 30, 110 << 20, 60 << 20, 0]
+    assert [size_text(size) for size in sizes] == ["80.0 GiB", "1.0 GiB", "0.1 GiB", "60.0 MiB", "0.0 MiB"]
 
 
 def test_sizes():
