@@ -106,7 +106,8 @@ class HostMemory:
 
     def _opened(self, nbytes: int) -> torch.Tensor | None:
         """New shared memory, uint8 [nbytes]; None on all ranks if one of them may not open it."""
-        path, file = [None], None
+        path: list[str] = [None]
+        file = None
         if dist.get_rank(self.group) == 0:
             file = os.memfd_create("hybrid")  # not limited by /dev/shm's size; nothing is left behind if we are killed
             os.ftruncate(file, nbytes)
