@@ -53,8 +53,9 @@ test-slow: .venv/.installed ## as many slow tests as start within 25 minutes, in
 test-all: .venv/.installed ## every test
 	$(TESTS)
 
-check: .venv/.installed ## ruff, format, layout and quick tests (a minute)
+check: .venv/.installed ## ruff, format, types (10 seconds; at first 40), layout and quick tests (a minute and a half)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	$(BIN)/python -m mypy
 	$(TESTS) -q -m "not slow" tests/test_layout.py tests/test_config.py tests/generation tests/weights \
 		tests/rlhf_examples/common/test_losses.py
 
@@ -99,4 +100,4 @@ wheels: .venv/.installed ## with a network: wheels/ for `make gpu` elsewhere (PY
 	@touch $@
 
 clean: ## remove what was made, but not .venv and .venv-vllm
-	rm -rf runs build dist site wheels .gpu-packages .pytest_cache .ruff_cache *.egg-info
+	rm -rf runs build dist site wheels .gpu-packages .pytest_cache .ruff_cache .mypy_cache *.egg-info

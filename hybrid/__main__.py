@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import psutil
 import torch
@@ -235,7 +235,7 @@ def print_plan(made: OfflinePlan) -> None:
         print('\n"auto" takes nothing: not one sequence fits.')
 
 
-def fail(message: str) -> None:
+def fail(message: str) -> NoReturn:
     """Print an error and exit with 2."""
     typer.echo(f"error: {message}", err=True)
     raise typer.Exit(2)

@@ -12,7 +12,7 @@ from typing import Any
 class BackgroundLoop:
     """Runs coroutines in one daemon thread, which starts with the first one."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting = threading.Lock()
 

@@ -160,7 +160,7 @@ class Builder:
 
     def fused(
         self,
-        snapshot: Snapshot,
+        snapshot: Snapshot | Int8Copy,
         fallback_reason: str = "",
         group: InferenceGroup | None = None,
         stream: WeightStream | None = None,

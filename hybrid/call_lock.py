@@ -6,7 +6,10 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 REPORT_AFTER_S = 60.0  # longer than most calls, short enough that a deadlock is reported soon
 
@@ -87,9 +90,8 @@ class CallLock:
         with self._changed:
             assert self._owner is threading.current_thread() and self._depth == 1, "the lock is still in use"
             owner, task, depth = self._lenders.pop()
-            if depth == 1:
-                owner = task = None
-            self._owner, self._task, self._depth = owner, task, depth - 1
+            self._owner, self._task = (None, None) if depth == 1 else (owner, task)
+            self._depth = depth - 1
             self._changed.notify_all()
 
     def _report(self, thread: threading.Thread) -> None:
@@ -116,11 +118,13 @@ def current_task() -> asyncio.Task | None:
         return None
 
 
-def with_call_lock(method: Callable) -> Callable:
+def with_call_lock(
+    method: Callable[Concatenate[Any, Arguments], Result],
+) -> Callable[Concatenate[Any, Arguments], Result]:
     """Decorator: run a method while holding the engine's CallLock, `self.call_lock`."""
 
     @functools.wraps(method)
-    def locked(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def locked(self: Any, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         with self.call_lock:
             return method(self, *args, **kwargs)
 

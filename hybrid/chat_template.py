@@ -97,13 +97,14 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         # None, not []: Llama 3.1's template writes its text about tools for an empty list, too.
         self.settings = {**(settings or {}), "tools": list(tools) or None}
-        self.turn_end = turn_end_token(tokenizer)
-        if self.turn_end is None:
+        turn_end = turn_end_token(tokenizer)
+        if turn_end is None:
             given = "none" if tokenizer.chat_template is None else "one that rejects a question with an answer"
             raise ValueError(
                 f"tokenizer.chat_template: {given} given; conversations need a template that renders user and "
                 "assistant messages, and an end token"
             )
+        self.turn_end = turn_end
 
     def render(self, messages: Messages, add_generation_prompt: bool = False) -> str:
         """The conversation as text. Raises RejectedMessages if the template cannot render it."""

@@ -560,7 +560,8 @@ def without_deprecated_keys(values: dict[str, Any]) -> dict[str, Any]:
         inner = {"enabled": inner} if isinstance(inner, bool) else inner
         if not isinstance(inner, dict):
             raise ValueError(f"{block}: {inner!r} given together with {old}; it must be a dictionary of settings")
-        inner = by_field_name(InferenceConfig.model_fields[block].annotation, inner, block)
+        kind: Any = InferenceConfig.model_fields[block].annotation
+        inner = by_field_name(kind, inner, block)
         value = values.pop(old)
         require_same(f"{block}.{new}", inner.setdefault(new, value), value)
         values[block] = inner

@@ -1,6 +1,7 @@
 """The methods of DeepSpeed's own hybrid engine (`DeepSpeedHybridEngine`, 0.19.8) that scripts call, on our engine."""
 
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -17,6 +18,9 @@ class DeepSpeedMethods:
     """
 
     call_lock: CallLock
+    module: nn.Module
+    _refuse_in_window: Callable[[str], None]
+    _free_kv: Callable[[], None]
     _calls: Calls
     _snapshot: Snapshot
     _builder: Builder
@@ -83,7 +87,7 @@ class DeepSpeedMethods:
         factors, layers = set(self.all_lora_params), self._builder.info.layers
         return [[param for param in layer.parameters() if (param in factors) == of_adapters] for layer in layers]
 
-    def prepare_shared_prefill(self, *args, **kwargs) -> NoReturn:
+    def prepare_shared_prefill(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not supported, raises NotImplementedError: the engine detects equal prompts and prefills each once."""
         raise NotImplementedError(
             "prepare_shared_prefill: this engine prefills equal prompts once by itself; use "

@@ -21,10 +21,11 @@ from hybrid.build import Builder, Mode, attention_refusals, int8_refusals, route
 from hybrid.call_lock import CallLock, with_call_lock
 from hybrid.config import HybridEngineConfig, Refusal, RolloutConfig, refuse
 from hybrid.decoders.calls import Calls, SharedCalls
-from hybrid.decoders.collective_forwards import ExpertForwards, LayerwiseForwards
+from hybrid.decoders.collective_forwards import CollectiveForwards, ExpertForwards, LayerwiseForwards
 from hybrid.decoders.containers import containers_of, coverage_of, parts_of
 from hybrid.decoders.deepspeed_moe import exchange_tokens, expert_layers
 from hybrid.decoders.fused_model import FusedModel
+from hybrid.decoders.tp_forwards import ModuleExchange
 from hybrid.decoders.tp_modules import SharedContainer, SharedModules, first_output
 from hybrid.deepspeed_api import DeepSpeedMethods
 from hybrid.generation.block_pool import BlockPool
@@ -60,6 +61,7 @@ from hybrid.weights.lora import read_adapters
 from hybrid.weights.module_tables import EngineHooks, ModuleTree
 from hybrid.weights.offload import TrainingStates, require_movable_optimizer, scratch
 from hybrid.weights.slices import require_divisible
+from hybrid.weights.snapshot import Snapshot
 from hybrid.weights.watch import WeightWatch
 
 
@@ -191,6 +193,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
 
         shared: the model's own modules in tensor parallel, if they run.
         """
+        assert isinstance(fused.snapshot, Snapshot), "an int8 copy is a second decoder's"
         self._snapshot, self._fused, self._int8 = fused.snapshot, fused, self._builder.make_int8()
         if self._int8 is not None:
             fused.remark = f"; generate() and rollout(): {self._int8.description}"
@@ -233,7 +236,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         if not self.in_step:
             return Calls(*own, self._int8)
         partitioned, group = self.zero_optimization_stage() == 3, self._group.group
-        native = None if shared is None else shared.exchange
+        native: ModuleExchange | CollectiveForwards | None = None if shared is None else shared.exchange
         if self._exchange is not None:
             native, group = ExpertForwards(self._policy, self._exchange, self.device), self._exchange.group
         elif self._streams and partitioned:
@@ -252,7 +255,10 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
     def _make_block_pool(self) -> BlockPool:
         """The KV cache's block pool, limited by `kv_cache_bytes` and by what `memory_limit` leaves."""
         settings, left = self._rollout_settings, self._planner.kv_limit()
-        caching = {"caches_prefixes": settings.enable_prefix_caching, "extra_bytes": settings.prefix_cache_bytes}
+        caching: dict[str, Any] = {
+            "caches_prefixes": settings.enable_prefix_caching,
+            "extra_bytes": settings.prefix_cache_bytes,
+        }
         if left is None or (settings.kv_cache_bytes is not None and settings.kv_cache_bytes <= left):
             return BlockPool(settings.kv_step, settings.kv_cache_bytes, free_bytes=free_bytes, **caching)
         name = f"rollout.memory_limit={self._planner.limit}"
@@ -783,7 +789,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
                         given.add(row)
                         put(batch.select_rows([at for at, of_row in enumerate(index) if of_row == row]))
 
-            whole = self.rollout(*args, adapters=adapters, on_rows=give_rows, **kwargs)
+            whole = self.rollout(*args, adapters=adapters, on_rows=give_rows, **kwargs)  # type: ignore[misc]  # no third
             give_rows(whole)
             return whole
 
@@ -907,7 +913,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
 
 def require_divisible_heads(info: ModelInfo, size: int | str) -> None:
     """Raise ValueError if `size` ranks cannot divide the attention heads that the model's family or `tp_plan` gives."""
-    if size != "auto" and size > 1:
+    if isinstance(size, int) and size > 1:
         if info.layout is not None:
             require_divisible(info.layout.spec.num_heads, info.layout.spec.num_kv_heads, size)
         for attention in () if info.tp_plan is None else info.tp_plan.attentions:

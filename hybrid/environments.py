@@ -65,7 +65,8 @@ class MessageEnvironment:
         self.tools, self.by_name = list(tools), isinstance(environment_factory, dict)
         limits = max_tool_calling_iterations, max_observation_tokens, tool_timeout_s
         self.settings = EpisodeSettings(history, *limits, self.warn_once)
-        self.factories = environment_factory if self.by_name else {None: environment_factory or no_environment}
+        factories: Any = environment_factory if self.by_name else {None: environment_factory or no_environment}
+        self.factories: dict[Any, Callable[[], Any]] = factories
         self.instances = {name: [made(factory)] for name, factory in self.factories.items()}
         self.kinds = {
             name: conversation_kind(

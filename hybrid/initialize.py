@@ -11,7 +11,6 @@ import torch.distributed as dist
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import log_dist
 
@@ -40,7 +39,7 @@ def initialize(
     config: str | dict[str, Any] | None = None,
     mesh_param: Any = None,
     config_params: str | dict[str, Any] | None = None,
-) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+) -> tuple[HybridEngine, Any, Any, Any]:
     """Build a HybridEngine. Same arguments as `deepspeed.initialize`, same return value: engine, optimizer, dataloader,
     learning rate scheduler.
 
@@ -53,12 +52,12 @@ def initialize(
     if model is None:
         raise ValueError("initialize: no model given")
     config = config if config is not None else config_params
-    from_args = getattr(args, "deepspeed_config", None)
+    from_args: Any = getattr(args, "deepspeed_config", None)
     if config is not None and from_args is not None:
         raise ValueError("initialize: a config is given twice, as an argument and as args.deepspeed_config; give one")
     if config is None and from_args is None:
         raise ValueError("initialize: no config given; pass config=<path or dict>, or args.deepspeed_config")
-    settings = load_config(config if config is not None else from_args)
+    settings = load_config(from_args if config is None else config)
     blocks = read_blocks(settings)
     if isinstance(model, deepspeed.PipelineModule):
         raise NotImplementedError("initialize: a PipelineModule cannot generate in-process; use deepspeed.initialize")

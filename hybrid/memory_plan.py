@@ -98,7 +98,7 @@ class MemoryPlanner:
         elif "auto" in (size, pinned):
             self.in_use = self._chosen()
         else:
-            self.in_use = Mode(tp_size=size) if pinned else Mode(streaming=True)
+            self.in_use = Mode(tp_size=int(size)) if pinned else Mode(streaming=True)
 
     def plan(self, rows: int, tokens: int) -> MemoryPlan:
         """The plan for `rows` sequences of `tokens` tokens each, all decoded at once."""

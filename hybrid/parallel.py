@@ -185,6 +185,7 @@ class InferenceGroup:
 
     rounds = 0  # exchanges so far, where a group counts them
     shares_memory = False  # whether the CPU kernels can exchange with the group's ranks
+    record: Any = None  # the group as the CPU kernels know it, a ctypes structure; None where they do not
 
     def begin_call(self, rounds: Iterable[int]) -> None:
         """Start a computation of all ranks.  rounds: `rounds` of every rank. Does nothing over torch.distributed."""
@@ -196,6 +197,9 @@ class InferenceGroup:
         """Number of the exchange that this rank has arrived at, and the ranks of the world that it waits for there.
         Known where ranks share memory, else (0, ())."""
         return 0, ()
+
+    def check(self) -> None:
+        """Raise if the last exchange of the CPU kernels failed; does nothing over torch.distributed."""
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """All-reduce: `tensor` becomes, in place, the sum over the group. Gives `tensor`."""

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from hybrid.parallel import SharedCounter, rank
 
@@ -170,19 +171,19 @@ class ModelTimes:
         """Time forwards from now on."""
         self.enabled, self.use_events = True, use_events and self.make_event is not None
 
-    def _now(self):
-        if self.use_events:
+    def _now(self) -> Any:
+        if self.use_events and self.make_event is not None:
             event = self.make_event()
             event.record()
             return event
         self.synchronize()
         return time.perf_counter()
 
-    def begin(self, *_) -> None:
+    def begin(self, *_: Any) -> None:
         """Start timing a forward; also usable as a module hook."""
         self.open.append(self._now())
 
-    def end(self, *_) -> None:
+    def end(self, *_: Any) -> None:
         """End the forward that started last; also usable as a module hook."""
         begun, ended = self.open.pop(), self._now()
         self.times.append((begun, ended) if self.use_events else (ended - begun) * 1e3)
@@ -202,7 +203,7 @@ class ModelTimes:
     def taken(self) -> list[float]:
         """Milliseconds of each forward since the last call."""
         assert self.enabled, "model profiling is not enabled"
-        if self.use_events:
+        if self.use_events and self.make_event is not None:
             self.synchronize()
         times = [entry[0].elapsed_time(entry[1]) if isinstance(entry, tuple) else entry for entry in self.times]
         self.times = []

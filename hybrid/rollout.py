@@ -17,7 +17,7 @@ class WholeGenerationConfig(GenerationConfig):
     `generate` (transformers 5.23) fills fields that are None by `update(defaults_only=True)`; here None means off.
     """
 
-    def update(self, defaults_only: bool = False, **kwargs: Any) -> dict[str, Any]:
+    def update(self, defaults_only: bool = False, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Hugging Face's `update`; does nothing with `defaults_only`."""
         return {} if defaults_only else super().update(**kwargs)
 
@@ -46,7 +46,7 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         rules = {
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
             "temperature": (self.temperature >= 0, "0 (greedy) or more"),
@@ -115,7 +115,7 @@ class EnvironmentLimits:
     step_timeout_s: float | None = 60.0
     max_concurrent_steps: int = 64
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         rules = {
             "max_turns": (self.max_turns >= 1, "at least 1"),
             "max_turn_tokens": (self.max_turn_tokens is None or self.max_turn_tokens >= 1, "at least 1, or None"),
@@ -164,7 +164,7 @@ class StopAfter:
     rows_per_group: int | None = None
     counts: Callable[["RolloutBatch"], bool] | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         given = {name: value for name, value in vars(self).items() if value is not None and name != "counts"}
         if len(given) != 1 or min(given.values()) < 1:
             raise ValueError(f"StopAfter: {given} given; it must be one of rows, groups, rows_per_group, at least 1")
@@ -269,14 +269,15 @@ class RolloutBatch:
 
     def select_rows(self, rows: list[int]) -> "RolloutBatch":
         """A batch of the given rows, repeats allowed."""
-        by_row = {name: value[rows] for name, value in self.tensors().items()}
+        by_row: dict[str, Any] = {name: value[rows] for name, value in self.tensors().items()}
         lists = {name: value for name, value in vars(self).items() if isinstance(value, list) and value}
-        return replace(self, **by_row, **{name: [value[row] for row in rows] for name, value in lists.items()})
+        by_row |= {name: [value[row] for row in rows] for name, value in lists.items()}
+        return replace(self, **by_row)
 
     def padded(self, prompt_len: int, completion_len: int, pad_token_id: int = 0) -> "RolloutBatch":
         """The same with prompts padded on the left, and what is of completions on the right, to these widths."""
         fills = {"prompt_ids": pad_token_id, "completion_ids": pad_token_id, "turn_ids": -1}
-        wider: dict[str, torch.Tensor] = {}
+        wider: dict[str, Any] = {}
         if self.router_indices is not None:
             left, right = prompt_len - self.prompt_ids.shape[1], completion_len - self.completion_ids.shape[1]
             wider["router_indices"] = F.pad(self.router_indices, (0, 0, 0, 0, left, right), value=-1)
@@ -289,8 +290,9 @@ class RolloutBatch:
     @staticmethod
     def cat(batches: "Sequence[RolloutBatch]", pad_token_id: int = 0) -> "RolloutBatch":
         """The rows of batches, one after the other, padded to equal widths; what is not of rows is the first one's."""
-        widths = [max(getattr(batch, name).shape[1] for batch in batches) for name in ("prompt_ids", "completion_ids")]
-        batches = [batch.padded(*widths, pad_token_id) for batch in batches]
+        prompt_len = max(batch.prompt_ids.shape[1] for batch in batches)
+        completion_len = max(batch.completion_ids.shape[1] for batch in batches)
+        batches = [batch.padded(prompt_len, completion_len, pad_token_id) for batch in batches]
         joined: dict[str, Any] = {
             name: torch.cat([getattr(batch, name) for batch in batches]) for name in batches[0].tensors()
         }
@@ -305,6 +307,7 @@ class RolloutBatch:
 
     def renumbered(self, rows: list[int]) -> "RolloutBatch":
         """The batch whose row `i` of the call is row `rows[i]` of another."""
+        assert self.row_index is not None, "the batch of a rollout has it"
         return replace(self, row_index=torch.tensor(rows, device=self.row_index.device)[self.row_index])
 
     @property

@@ -76,7 +76,7 @@ class TurnParser:
         own = response_template or getattr(template.tokenizer, "response_template", None)
         self.response_template = own or (known_response_template(template) if has_tools else None)
 
-    def parse(self, ids: Sequence[int], prompt: str) -> dict[str, Any]:
+    def parse(self, ids: list[int], prompt: str) -> dict[str, Any]:
         """The assistant message of a turn's tokens, its end token excluded.
 
         prompt: the rendered prompt of the turn, of which the response template sees what belongs to the turn.
@@ -97,7 +97,7 @@ class TurnParser:
             raise MalformedCall(f"{type(error).__name__}: {error}") from error
         return message
 
-    def plain(self, ids: Sequence[int]) -> dict[str, Any]:
+    def plain(self, ids: list[int]) -> dict[str, Any]:
         """The assistant message with a turn's text as it is, for turns that cannot be parsed."""
         return {"role": "assistant", "content": self.template.tokenizer.decode(ids, skip_special_tokens=True)}
 

@@ -142,6 +142,7 @@ class GameEvaluation(Evaluation):
     def scored(self, own: list[Row], params: hybrid.SamplingParams) -> tuple[list[Transcript], dict[str, list[float]]]:
         """Conversations from this rank's prompts, and their rewards."""
         with self.policy.inference():
+            assert self.games is not None, "an evaluation of conversations has its games"
             batch, episodes = self.games.play(self.policy, own, params, self.num_generations)
         return [*map(transcript, episodes.completions)], {"reward": scores_of(batch, episodes).tolist()}
 

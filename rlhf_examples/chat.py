@@ -97,7 +97,7 @@ class Chat:
     messages: Messages = field(default_factory=list)
     answers: list[str] = field(default_factory=list)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.begin(self.args.system)
 
     def begin(self, system: str) -> None:
@@ -217,7 +217,9 @@ class Chat:
         args, tokenizer = self.args, speaker.tokenizer
         ends = [*args.stop_token_ids, tokenizer.eos_token_id, hybrid.turn_end_token(tokenizer)]
         ends = [token for token in dict.fromkeys(ends) if token is not None]
-        sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p} if args.temperature else {}
+        sampling: dict[str, Any] = {"do_sample": False}
+        if args.temperature:
+            sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p}
         streamer = AnswerStreamer(tokenizer, lambda text: shown.add(number, text))
         stopped = ""
         try:
@@ -228,7 +230,7 @@ class Chat:
                 eos_token_id=ends or None,
                 pad_token_id=tokenizer.pad_token_id,
                 streamer=streamer,
-                **(sampling or {"do_sample": False}),
+                **sampling,
             )
         except KeyboardInterrupt:
             streamer.end()

@@ -10,6 +10,7 @@ import json
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -47,10 +48,10 @@ def run(args: EvaluateArguments) -> list[dict]:
     for name in args.model_name_or_path or [""]:
         require_model("model_name_or_path", name, args.attn_implementation)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path[0], args.chat_template)
-    records, settings = load_records(args.data_path, "test"), {"record_format": RecordFormat.from_args(args)}
-    examples = tokenize_records(records, tokenizer, "prompt", args.max_prompt_seq_len, **settings)
+    records, record_format = load_records(args.data_path, "test"), RecordFormat.from_args(args)
+    examples = tokenize_records(records, tokenizer, "prompt", args.max_prompt_seq_len, record_format=record_format)
     prompts = list(islice(examples.ordered(args.seed), min(args.eval_rows, len(examples.rows))))
-    attention = {"attn_implementation": args.attn_implementation}
+    attention: dict[str, Any] = {"attn_implementation": args.attn_implementation}
     rewards = Rewards.load([args.reward], args.dtype, args.per_device_eval_batch_size, **attention)
     results, load = [], partial(load_exported, **attention)
     for name in args.model_name_or_path:

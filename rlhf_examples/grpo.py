@@ -119,7 +119,8 @@ def grpo_iteration(
     partial: groups that earlier iterations have begun, for `partial_rollout`.
     Expects the policy in eval mode and leaves it in train mode.
     """
-    phases, policy, sampling_metrics = Phases(), actor.policy, {}
+    phases, policy = Phases(), actor.policy
+    sampling_metrics: Metrics = {}
     with policy.inference():
         if partial is not None:
             groups, sampling_metrics = partial.next_groups(policy, rewards, tokenizer, prompts, iteration, phases, args)
@@ -134,9 +135,10 @@ def grpo_iteration(
         phases.end("rollout")
         logps = window_logps(actor, batch, phases, args)
     logps = with_training_logps(policy, batch, *logps, phases, args)  # before the rewards, which it overlaps
-    if groups.overlapped is not None and not groups.scores:
-        groups = replace(groups, scores=groups.overlapped.scores_by_name(batch))
-        sampling_metrics = groups.overlapped.metrics()
+    overlapped = groups.overlapped
+    if overlapped is not None and not groups.scores:
+        groups = replace(groups, scores=overlapped.scores_by_name(batch))
+        sampling_metrics = overlapped.metrics()
     scores = groups.scores[rewards.name]
     phases.end("rewards")
     learned = ~scores.isnan()

@@ -39,26 +39,26 @@ def run(args: PairsArguments) -> Metrics:
     """
     require_model("model_name_or_path", args.model_name_or_path, args.attn_implementation)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path, args.chat_template)
-    records, settings = load_records(args.data_path), {"record_format": RecordFormat.from_args(args)}
-    examples = tokenize_records(records, tokenizer, "prompt", args.max_prompt_seq_len, **settings)
+    records, record_format = load_records(args.data_path), RecordFormat.from_args(args)
+    examples = tokenize_records(records, tokenizer, "prompt", args.max_prompt_seq_len, record_format=record_format)
     rows, texts = list(examples.rows), [row["prompt"] for row in examples.rows]
-    attention = {"attn_implementation": args.attn_implementation}
+    attention: dict[str, Any] = {"attn_implementation": args.attn_implementation}
     rewards = Rewards.load([args.reward], args.dtype, args.per_device_eval_batch_size, **attention)
     engine = load_rollout_engine(
         partial(load_exported, **attention), args.model_name_or_path, args.dtype, args.zero_stage
     )
     pairs = []
     for round_number in range(args.rounds):
-        sampled = []
+        sampled: list[tuple[list, list[float]]] = []
         for sample in range(2):
             evaluate = Evaluation(engine, tokenizer, rows, [rewards], args)
             _, completions, scores = evaluate(2 * round_number + sample)
             sampled.append((completions, scores[rewards.name]))
         (first, first_scores), (second, second_scores) = sampled
-        scores = dict(zip(zip(texts * 2, first + second, strict=True), first_scores + second_scores, strict=True))
+        score_of = dict(zip(zip(texts * 2, first + second, strict=True), first_scores + second_scores, strict=True))
 
-        def score(prompts: list[str], completions: list[str], scores=scores) -> list[float]:
-            return [scores[key] for key in zip(prompts, completions, strict=True)]
+        def score(prompts: list[str], completions: list[str], score_of: dict = score_of) -> list[float]:
+            return [score_of[key] for key in zip(prompts, completions, strict=True)]
 
         pairs += preference_pairs(texts, first, second, score)
     row_by_prompt = {row["prompt"]: row for row in rows}

@@ -8,6 +8,7 @@ torchrun --nproc_per_node=8 -m rlhf_examples.pipeline configs/8gpu_7b_lora.yaml 
 import gc
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from rlhf_examples.common.served_rewards import served_rewards
 from rlhf_examples.report.write import write_report
 from rlhf_examples.rewards import SERVER
 
-SCRIPTS = {
+SCRIPTS: dict[str, tuple[type, Callable[[Any], Any]]] = {
     "sft": (SFTArguments, sft.run),
     "reward_model": (RewardModelArguments, reward_model.run),
     "dpo": (DPOArguments, dpo.run),

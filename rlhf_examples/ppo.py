@@ -180,7 +180,8 @@ def ppo_iteration(
         row_ids = rank_row_ids(len(prompts))
         batch = roll_out(policy, tokenizer, prompts, row_ids, params, on_rows=rewards.on_rows)
         phases.end("rollout")
-        old_logps = None if args.importance_sampling_correction else models.actor.old_logps(batch)
+        if not args.importance_sampling_correction:
+            old_logps = models.actor.old_logps(batch)
         phases.end("old_logps")
         ref_logps = models.actor.reference_logps(batch)
         phases.end("ref_logps")
@@ -355,6 +356,7 @@ def critic_loss(critic: hybrid.HybridEngine, batch: Experience, denominator: flo
     """The clipped value loss of a micro batch."""
     width = batch.mask.shape[1]
     values = token_values(critic, batch.sequences, batch.attention_mask, width, args.padding_free)
+    assert batch.old_values is not None and batch.returns is not None, "PPO's experience has both"
     return value_loss(values, batch.old_values, batch.returns, batch.mask, args.cliprange_value, denominator)
 
 

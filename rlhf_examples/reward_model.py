@@ -47,8 +47,8 @@ def run(args: RewardModelArguments) -> Metrics:
         ids, mask, margin = (batch[name].to(device()) for name in ("input_ids", "attention_mask", "margin"))
         values = engine(input_ids=ids, attention_mask=mask).logits[..., 0]  # [2 · pairs, tokens]
         if args.loss_form == "tokenwise":
-            pairs = (part for tensor in (values, ids, mask) for part in tensor.chunk(2))
-            return tokenwise_pairwise_reward_loss(*pairs, denominator)
+            (values_a, values_b), (ids_a, ids_b), (mask_a, mask_b) = (part.chunk(2) for part in (values, ids, mask))
+            return tokenwise_pairwise_reward_loss(values_a, values_b, ids_a, ids_b, mask_a, mask_b, denominator)
         chosen, rejected = last_token_values(values, mask).chunk(2)
         return pairwise_reward_loss(chosen, rejected, denominator=denominator, margin=margin)
 

@@ -15,6 +15,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from rlhf_examples.common.arguments import RewardServerArguments, parse_arguments
 from rlhf_examples.common.command_line import input_errors_reported
@@ -59,7 +60,8 @@ def make_server(name: str, host: str, port: int) -> ThreadingHTTPServer:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             try:
-                status, answer = 200, {"rewards": scores_of(reward, name, body)}
+                answer: dict[str, Any] = {"rewards": scores_of(reward, name, body)}
+                status = 200
             except (ValueError, KeyError, TypeError) as error:
                 status, answer = 400, {"error": f"{type(error).__name__}: {error}"}
             self.answer(status, answer)

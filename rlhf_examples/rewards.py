@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 # Returns a number for each completion; NaN or None for one that cannot be scored, which is masked out of the loss.
-Reward = Callable[..., list[float | None]]
+Reward = Callable[..., Any]  # gives list[float | None], or a coroutine that does
 REWARDS_ALLOWED = "module:function, the address of a reward server, or the directory or hub name of a reward model"
 SERVER = "server:"  # prefix of the name of a server that the pipeline has started
 SERVERS = "RLHF_REWARD_SERVERS"  # environment variable: a JSON object of the servers' addresses by name

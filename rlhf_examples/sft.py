@@ -5,6 +5,8 @@ torchrun --nproc_per_node=2 -m rlhf_examples.sft --num_train_epochs 1
 torchrun --nproc_per_node=8 -m rlhf_examples.sft --model_name_or_path my-model --data_path my.jsonl --dtype bfloat16
 """
 
+from typing import Any
+
 import torch
 from transformers import LlamaConfig
 
@@ -59,7 +61,7 @@ def run(args: SFTArguments) -> Metrics:
         flat = [row for pack in rows for row in (pack if isinstance(pack, list) else [pack])]
         return collate_supervised(flat, tokenizer.pad_token_id, args.only_completions)
 
-    def loss_of(rows: list[Row | list[Row]], denominator: float) -> Loss:
+    def loss_of(rows: list[Any], denominator: float) -> Loss:
         """-log p of the labels, summed over tokens and divided by `denominator`."""
         batch = {name: tensor.to(device()) for name, tensor in collate(rows).items()}
         ids, mask, labels = (batch[name] for name in ("input_ids", "attention_mask", "labels"))
@@ -67,7 +69,7 @@ def run(args: SFTArguments) -> Metrics:
         logps, _ = token_logps(engine, ids, mask, ids.shape[1] - 1, *forward)
         return language_model_loss(logps, labels[:, 1:] != -100, denominator)
 
-    def num_loss_tokens(rows: list[Row | list[Row]]) -> int:
+    def num_loss_tokens(rows: list[Any]) -> int:
         """The number of tokens that `loss_of` sums over."""
         return int((collate(rows)["labels"][:, 1:] != -100).sum())
 

@@ -43,8 +43,8 @@ def run(args: ThroughputArguments) -> Metrics:
     require_model("model_name_or_path", args.model_name_or_path, args.attn_implementation)
     load = partial(load_exported, attn_implementation=args.attn_implementation)
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path)
-    records, settings = load_records(args.data_path, "test"), {"record_format": RecordFormat.from_args(args)}
-    examples = tokenize_records(records, tokenizer, "prompt", args.max_prompt_seq_len, **settings)
+    records, record_format = load_records(args.data_path, "test"), RecordFormat.from_args(args)
+    examples = tokenize_records(records, tokenizer, "prompt", args.max_prompt_seq_len, record_format=record_format)
     count = args.per_device_generation_batch_size * dist.get_world_size()
     rows = rank_share(list(islice(examples.ordered(args.seed), count)))
     ids, mask = (tensor.to(device()) for tensor in collate_prompts(rows, tokenizer.pad_token_id).values())
@@ -60,7 +60,7 @@ def run(args: ThroughputArguments) -> Metrics:
         torch.manual_seed(seed)
         return hf_generated_tokens(whole, ids, mask, sampling(args, seed))
 
-    speeds = {"tokens_per_second": [], "hf_tokens_per_second": []}
+    speeds: dict[str, list[float]] = {"tokens_per_second": [], "hf_tokens_per_second": []}
     for round_number in range(args.rounds + 1):
         for name, generate in zip(speeds, (hybrid_tokens, hf_tokens), strict=True):
             speed = tokens_per_second(generate, args.seed + round_number)

@@ -98,22 +98,28 @@ print("trained", engine.coverage()[0]["container"])
 """
 
 
-@pytest.mark.slow
-def test_an_installed_wheel_builds_its_kernels_and_trains(wheel, tmp_path):
-    """In an environment that has the dependencies, of which the project itself is no part."""
-    venv.create(tmp_path / "env", with_pip=True)
-    python = tmp_path / "env" / "bin" / "python"
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Path:
+    """The python of an environment with the wheel, and with the dependencies, of which the project is no part."""
+    folder = tmp_path_factory.mktemp("installed")
+    venv.create(folder / "env", with_pip=True)
+    python = folder / "env" / "bin" / "python"
     install = [str(python), "-m", "pip", "install", "-q", "--no-deps", "--no-index", str(wheel)]
     subprocess.run(install, check=True, timeout=300)
     where = [str(python), "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"]
-    folder = Path(subprocess.check_output(where, text=True).strip())
-    (folder / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])  # after the project's own files
+    packages = Path(subprocess.check_output(where, text=True).strip())
+    (packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"])  # after the project's own files
+    return python
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_builds_its_kernels_and_trains(installed, tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     code, _ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     script = TEN_LINES.format(code=code.replace("max_new_tokens=256", "max_new_tokens=8"))
-    command = [str(python), "-c", script]
+    command = [str(installed), "-c", script]
     settings = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 500}
     first = subprocess.run(command, **settings)
     assert first.returncode == 0, first.stderr[-4000:]
@@ -121,3 +127,17 @@ def test_an_installed_wheel_builds_its_kernels_and_trains(wheel, tmp_path):
     assert "compiling the CPU kernels, once for this machine" in first.stderr
     assert str(tmp_path / "cache" / "hybrid-engine") in first.stderr
     assert "compiling" not in subprocess.run(command, **settings).stderr
+
+
+@pytest.mark.slow
+def test_a_users_script_type_checks_against_an_installed_wheel(installed, tmp_path):
+    """Strictly, and without this project's configuration and plugin."""
+    shutil.copy(ROOT / "tests" / "typed_script.py", tmp_path / "script.py")
+    command = [str(installed), "-m", "mypy", "--strict", "script.py"]
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "MYPYPATH")}
+    settings = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 500}
+    done = subprocess.run(command, **settings)
+    assert done.returncode == 0, done.stdout
+    broken = (tmp_path / "script.py").read_text().replace("num_generations=8", "num_generations='8'")
+    (tmp_path / "script.py").write_text(broken)
+    assert "[arg-type]" in subprocess.run(command, **settings).stdout

@@ -2,6 +2,7 @@
 
 import os
 import re
+import textwrap
 from pathlib import Path
 
 import torch
@@ -87,3 +88,11 @@ def test_the_readmes_links_lead_somewhere():
         assert (ROOT / target).exists(), target
     defined = set(re.findall(r"^\[([\w-]+)\]: https://", README, re.M))
     assert set(re.findall(r"\]\[([\w-]+)\]", README)) == defined
+
+
+def test_the_script_whose_types_are_checked_has_the_readmes_examples():
+    """`make check` runs mypy over it."""
+    script = (ROOT / "tests" / "typed_script.py").read_text()
+    training, inference = re.findall(r"```python\n(.*?)```", README, re.S)
+    assert training.removeprefix("import hybrid\n\n") in script
+    assert textwrap.indent(inference, "    ") in script

@@ -38,7 +38,7 @@ class Patch:
     build: Callable[..., Any]
     lasting: bool = False
     blocks: int = 0
-    function: Callable | None = None
+    function: Any = None  # ours, around the original one; None until it is installed
 
     @property
     def is_active(self) -> bool:
@@ -83,8 +83,8 @@ def build_engine(original: Callable, *args: Any, **kwargs: Any) -> tuple:
     Raises ValueError if the block has an unknown key or an invalid value.
     """
     arguments = {**dict(zip(PARAMETERS, args, strict=False)), **kwargs}
-    configs = (arguments.get("config"), arguments.get("config_params"))
-    configs += (getattr(arguments.get("args"), "deepspeed_config", None),)
+    from_args = getattr(arguments.get("args"), "deepspeed_config", None)
+    configs = (arguments.get("config"), arguments.get("config_params"), from_args)
     config = next((config for config in configs if config is not None), None)
     if config is None or arguments.get("model") is None:
         return original(*args, **kwargs)  # DeepSpeed raises its own error

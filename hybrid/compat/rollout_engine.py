@@ -137,7 +137,7 @@ class HybridRollout(deepspeed_rollout.RolloutEngine):
         return most // samples
 
 
-def build_rollout(rollout_cfg: Any, student_engine: Any = None, tokenizer: Any = None, **kwargs: Any):
+def build_rollout(rollout_cfg: Any, student_engine: Any = None, tokenizer: Any = None, **kwargs: Any) -> Any:
     """`deepspeed.runtime.rollout.build_rollout` (0.19.8) that gives a HybridRollout for a HybridEngine.
 
     For another engine or rollout type, or without a tokenizer, it calls DeepSpeed's own. DeepSpeed's rollout also runs
@@ -152,7 +152,8 @@ def joined(batches: Sequence[RolloutBatch]) -> RolloutBatch:
     """The rows of rollouts as one rollout."""
     firsts = itertools.accumulate((len(batch.prompt_ids) for batch in batches), initial=0)
     numbered = [
-        replace(batch, row_index=batch.row_index + first) for batch, first in zip(batches, firsts, strict=False)
+        batch.renumbered(list(range(first, first + len(batch.prompt_ids))))
+        for batch, first in zip(batches, firsts, strict=False)
     ]
     timings = {name: sum(batch.timings[name] for batch in batches) for name in batches[0].timings}
     return replace(RolloutBatch.cat(numbered), timings=timings)

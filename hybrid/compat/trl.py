@@ -96,6 +96,7 @@ def tool_results(episodes: Episodes, batch: RolloutBatch) -> "ToolResults":
 
 def unanswered_ids(batch: RolloutBatch, row: int) -> list[int]:
     """The tokens of a row's last turn, if it was cut off by the completion's limit, which `step` does not see."""
+    assert batch.turn_ids is not None, "the batch of a rollout has it"
     answered = len(batch.turn_rewards[row])
     return batch.completion_ids[row][(batch.turn_ids[row] == answered) & (batch.completion_mask[row] == 1)].tolist()
 
@@ -134,10 +135,18 @@ def give_tool_results(trainer: Any, results: ToolResults) -> None:
     """Let the trainer's next `_tool_call_loop`, which follows `rollout_func` (trl 1.16), take these results instead of
     running the tools again."""
 
-    def taken(prompts, prompt_ids, completion_ids, completions, logprobs, images, multimodal_fields):
+    def taken(
+        prompts: list,
+        prompt_ids: list[list[int]],
+        completion_ids: list[list[int]],
+        completions: list,
+        logprobs: list[list[float]],
+        images: Any,
+        multimodal_fields: Any,
+    ) -> tuple:
         del trainer._tool_call_loop  # the trainer's own method is back
         counts = results.calls, results.failures
-        no_images = [[] for _ in completion_ids]
+        no_images: list[list] = [[] for _ in completion_ids]
         return results.tool_mask, results.completions, completion_ids, logprobs, *counts, no_images
 
     trainer._tool_call_loop = taken

@@ -115,15 +115,24 @@ class Draws(Protocol):
     needs_tokens: whether a draw depends on the tokens before it: by `token_ids`, or by code that kernels cannot run.
     """
 
-    keys: torch.Tensor
-    positions: torch.Tensor
-    limits: torch.Tensor
-    values: torch.Tensor
-    stop_token_ids: torch.Tensor
-    pad_token_id: int
-    token_ids: torch.Tensor | None
-    graph_key: Hashable
-    needs_tokens: bool
+    @property
+    def keys(self) -> torch.Tensor: ...
+    @property
+    def positions(self) -> torch.Tensor: ...
+    @property
+    def limits(self) -> torch.Tensor: ...
+    @property
+    def stop_token_ids(self) -> torch.Tensor: ...
+    @property
+    def pad_token_id(self) -> int: ...
+    @property
+    def token_ids(self) -> torch.Tensor | None: ...
+    @property
+    def values(self) -> torch.Tensor: ...
+    @property
+    def graph_key(self) -> Hashable: ...
+    @property
+    def needs_tokens(self) -> bool: ...
 
     def record(self, steps: int) -> tuple[Any, Any]:
         """The C++ kernels' record of what they draw in `steps` steps, and what they write: `tokens`, int64 [steps,

@@ -34,6 +34,7 @@ class BoundWeights:
         adapted, _ = self.owner(ref)
         if adapted is None or ref.parameter != "weight":
             return []
+        assert isinstance(self.snapshot, Snapshot), "an int8 copy has its adapters merged"
         return self.snapshot.lora_deltas(ref, adapted, self.adapters)
 
     def owner(self, ref: ParamRef) -> tuple[Adapted | None, nn.Parameter | None]:

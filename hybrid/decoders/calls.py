@@ -271,7 +271,9 @@ class SharedCalls(Calls):
         return self.group_work.run(decoder, work, self.resources)
 
     def native(self, module: torch.nn.Module, forward: Callable) -> Any:
-        return forward() if self.native_forwards is None else self.native_forwards.run(module, forward)
+        if self.native_forwards is None:
+            return forward()
+        return self.native_forwards.run(module, forward)  # type: ignore[union-attr]  # a ModuleExchange's do not call this
 
     def _join_others(self, adapters: bool) -> None:
         """Join the other ranks' request with dummy steps after this rank's own has failed."""
@@ -385,7 +387,8 @@ class SharedCalls(Calls):
 
     def _header(self, *fields: Any, **more: Any) -> RequestHeader:
         group = self.fused.group
-        return RequestHeader(*fields, **more, rounds=0 if group is None else group.rounds)
+        more["rounds"] = 0 if group is None else group.rounds
+        return RequestHeader(*fields, **more)
 
     def _exchange(self, header: RequestHeader) -> list[RequestHeader]:
         """Every rank's header, by rank. A collective. Raises LostRankError if a rank has ended."""

@@ -17,6 +17,7 @@ from hybrid.decoders.vocabulary import whole_logits
 from hybrid.inputs import as_model_inputs, require_in_vocabulary
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.structure import Part
+from hybrid.weights.snapshot import Snapshot
 
 # Settings of a model's configuration that make every forward return more than logits.
 MORE_THAN_LOGITS = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -74,13 +75,13 @@ class NativeContainer:
         module.forward = Forward(self, module.forward)
         self.installed = True
 
-    def request(self, original: Callable, args: tuple, kwargs: dict):
+    def request(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """The module's output, if the user calls it directly."""
         name = "" if self.part.kind == "model" else self.part.name
         with self.calls.request(module=name):
             return self.run(original, args, kwargs)
 
-    def run(self, original: Callable, args: tuple, kwargs: dict):
+    def run(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """The module's output, inside a request."""
         with self.window.adapters_matched():
             return self.calls.native(self.part.module, functools.partial(original, *args, **kwargs))
@@ -101,7 +102,7 @@ class FusedContainer(NativeContainer):
 
     kind = "fused"
 
-    def request(self, original: Callable, args: tuple, kwargs: dict):
+    def request(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """Logits by the fused decoder if the call asks for nothing else; otherwise the model's own output."""
         config = getattr(self.part.module, "config", None)
         more = any(getattr(config, option, False) for option in MORE_THAN_LOGITS)
@@ -196,7 +197,8 @@ def coverage_of(containers: list[NativeContainer], fused: FusedModel, copied: bo
     rows = []
     for container in containers:
         part, why = container.part, f"{container.why}: {fallback_reason}" if fallback_reason else runs
-        adapters = fused.snapshot.describe_adapters(part.module) if copied else ""
+        copies = fused.snapshot if copied and isinstance(fused.snapshot, Snapshot) else None
+        adapters = "" if copies is None else copies.describe_adapters(part.module)
         why = f"{why}; {adapters}" if adapters else why
         rows.append({"module": part.name, "kind": part.kind, "container": kind, "why": why})
     return rows

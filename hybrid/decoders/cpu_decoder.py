@@ -64,7 +64,7 @@ class CpuDecoder(WholeDecoder):
     def _record(self) -> ctypes.Structure:
         """The Decoder record, without weights: every number of the spec under its name."""
         record = kernels.Decoder(bfloat16=self.dtype == torch.bfloat16, layers=ctypes.addressof(self.layer_records))
-        for name, kind in record._fields_:
+        for name, kind, *_ in record._fields_:
             if kind in NUMBERS and hasattr(self.spec, name):
                 value = getattr(self.spec, name)
                 setattr(record, name, ENUMS[name].index(value) if name in ENUMS else value)
@@ -105,7 +105,7 @@ class CpuDecoder(WholeDecoder):
         for index in layers:
             layer, roles = self.layer_records[index], self.layout.layers[index]
             layer.window, layer.moe_layer = self.spec.layers[index].window, self.moe_layer.get(index, 0)
-            self._bind_record(layer, roles, [name for name, _ in layer._fields_])
+            self._bind_record(layer, roles, [name for name, *_ in layer._fields_])
             self.record.intermediate_size = max(
                 self.record.intermediate_size, layer.down.inputs, layer.experts_down.inputs
             )
@@ -138,7 +138,8 @@ class CpuDecoder(WholeDecoder):
             if key in self.rope and len(self.rope[key][0]) >= tokens:
                 continue
             assert tokens <= (self.spec.max_positions or tokens), "more positions would rescale the others"
-            self.rope[key] = tuple(part.contiguous() for part in table(torch.arange(tokens), rounding))
+            cos, sin = table(torch.arange(tokens), rounding)
+            self.rope[key] = cos.contiguous(), sin.contiguous()
             for record, layer in zip(self.layer_records, self.spec.layers, strict=True):
                 if layer.rotary == key:
                     record.cos, record.sin = (address(part, torch.float32) for part in self.rope[key])
@@ -308,7 +309,7 @@ class CpuDecoder(WholeDecoder):
     def _bind_record(self, record: ctypes.Structure, refs: dict[str, ParamRef], names: Collection[str]) -> None:
         """Set the norms and matrices of a Decoder or Layer record that are in `names`: roles, or names of JOINED."""
         lora_offset = 0
-        for name, kind in record._fields_:
+        for name, kind, *_ in record._fields_:
             if kind is kernels.Norm and name in names:
                 setattr(record, name, self._norm(refs, name))
             elif kind is kernels.Linear and name in names:
@@ -335,9 +336,9 @@ class CpuDecoder(WholeDecoder):
             record.weight[part], record.rows[part], record.inputs = self._keep(weight, dtype), *weight.shape
             record.bias[part] = self._vector(refs.get(f"{role}.bias"))
             record.parts = part + 1
-            for a, b, scale in self.lora_deltas(ref):
+            for a, b, factor in self.lora_deltas(ref):
                 deltas.append(
-                    kernels.LoraDelta(self._factor(a), self._factor(b), len(a), first, len(b), lora_offset, scale)
+                    kernels.LoraDelta(self._factor(a), self._factor(b), len(a), first, len(b), lora_offset, factor)
                 )
                 lora_offset += len(a)
             first += len(weight)
@@ -399,7 +400,7 @@ class CpuDecoder(WholeDecoder):
 class Workspace:
     """The buffer that a forward computes in, shared by decoders that never run at the same time."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.memory = torch.empty(0)
 
     def of(self, floats: int) -> torch.Tensor:

@@ -330,13 +330,15 @@ class CudaDecoder(TorchDecoder):
         """Run a layer. Takes and gives the residual stream [tokens, hidden] and what is still to be added to it."""
         block = self.blocks[index]
         x, hidden = self._added_and_normed(block, "attention_norm", hidden, pending)
-        attended, record = self._attention(index, x, step, kv), self._record(index, step, kv)
+        # This class has a Step of its own, and methods that take it.
+        attended = self._attention(index, x, step, kv)  # type: ignore[arg-type]
+        record = self._record(index, step, kv)  # type: ignore[arg-type]
         if self.spec.parallel:
             attended = self._norm(block, "attention_post_norm", attended)
             x = self._norm(block, "mlp_norm", hidden) if "mlp_norm.weight" in block else x
             return hidden, Pending(self._norm(block, "mlp_post_norm", self._mlp(index, x, record)) + attended)
-        attended = self._pending(block, "attention_post_norm", attended)
-        x, hidden = self._added_and_normed(block, "mlp_norm", hidden, attended)
+        added = self._pending(block, "attention_post_norm", attended)
+        x, hidden = self._added_and_normed(block, "mlp_norm", hidden, added)
         return hidden, self._pending(block, "mlp_post_norm", self._mlp(index, x, record))
 
     def _pending(self, block: Tensors, role: str, output: torch.Tensor) -> Pending:
@@ -361,8 +363,8 @@ class CudaDecoder(TorchDecoder):
         qk_norm = None
         if self._norms_in_rope():
             assert spec.norm == "rms", "queries and keys are normed by RMS norms"
-            weights = (self.blocks[index][f"{role}.weight"] for role in ("q_norm", "k_norm"))
-            qk_norm = QKNorm(*weights, spec.norm_eps, spec.norm_offset, spec.norm_float32)
+            weight_q, weight_k = (self.blocks[index][f"{role}.weight"] for role in ("q_norm", "k_norm"))
+            qk_norm = QKNorm(weight_q, weight_k, spec.norm_eps, spec.norm_offset, spec.norm_float32)
         q = rope_and_write(
             q, k, v, cos, sin, batch.positions, step.slot_mapping, blocks.addresses, spec.rotary_interleaved, qk_norm
         )
@@ -382,10 +384,10 @@ class CudaDecoder(TorchDecoder):
         if not spec.layers[index].experts:
             up = self._linear(block, "gate_up" if spec.gated else "up", x)
             return self._linear(block, "down", activated(up, self._activation, spec.gated))
-        weights = (block[f"{role}.weight"] for role in ("router", "experts_gate_up", "experts_down"))
+        router, gate_up, down = (block[f"{role}.weight"] for role in ("router", "experts_gate_up", "experts_down"))
         settings = spec.experts_per_token, spec.normalize_experts, spec.experts_float32
         gated = partial(activated, activation=self._activation, gated=True)
-        return mixture(x, *weights, *settings, gated, record)
+        return mixture(x, router, gate_up, down, *settings, gated, record)
 
     @property
     def _activation(self) -> str:
@@ -398,8 +400,10 @@ class CudaDecoder(TorchDecoder):
         """The residual stream with `pending` added: normed by `role` if there is such a norm, and not normed."""
         if pending is None:
             return self._norm(tensors, role, hidden), hidden
-        more = {"multiplier": self.spec.residual_multiplier, "post_weight": pending.post_norm}
-        return self._fused_norm(tensors, role, pending.output, hidden, **more)
+        multiplier = self.spec.residual_multiplier
+        return self._fused_norm(
+            tensors, role, pending.output, hidden, multiplier=multiplier, post_weight=pending.post_norm
+        )
 
     def _norm(self, tensors: Tensors, role: str, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, size] normed by `role`; unchanged if there is no such norm."""

@@ -105,9 +105,11 @@ class DecodeState:
         stop_token_ids = self.stop_ids(draws)
         seen = None if draws.token_ids is None else self.seen[:count]
         settings = self.keys[:count], self.new_positions[:count], self.values, stop_token_ids
-        drawn, *logps = draws.sample(self.logits[:count], *settings, None if seen is None else seen[:, :-1])
-        batch = self.ids, self.positions, self.lengths, self.new_positions, self.limits, self.finished, self.steps
-        advance(drawn, logps, *(tensor[:count] for tensor in batch), stop_token_ids, self.tokens, self.logps, seen)
+        drawn, sampled, old, raw = draws.sample(self.logits[:count], *settings, None if seen is None else seen[:, :-1])
+        state = self.ids, self.positions, self.lengths, self.new_positions, self.limits, self.finished, self.steps
+        ids, positions, lengths, new_positions, limits, finished, steps = (tensor[:count] for tensor in state)
+        sequences = ids, positions, lengths, new_positions, limits, finished, steps
+        advance(drawn, (sampled, old, raw), *sequences, stop_token_ids, self.tokens, self.logps, seen)
 
     @contextmanager
     def padding(self, count: int) -> Iterator[None]:

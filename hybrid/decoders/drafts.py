@@ -7,7 +7,7 @@ position and logits, so a drafted token is accepted exactly if it is the one tha
 
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -84,13 +84,14 @@ class Drafting:
     least_match: int
     from_own: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         assert len(self.own) == len(self.others) == len(self.most), "one entry a sequence"
         assert 1 <= self.least_match <= MOST_MATCH, f"matches of at least {self.least_match} tokens"
 
     def record(self) -> ctypes.Structure:
         """The C++ kernels' record of it, valid as long as it is kept."""
-        entries, first = [], [0]
+        entries: list[tuple[int, int]] = []
+        first = [0]
         for own, others in zip(self.own, self.others, strict=True):
             entries += ((text.address + TOKEN_BYTES * begin, end - begin) for text, begin, end in others)
             entries.append((own.address, own.length))
@@ -106,9 +107,9 @@ class Drafting:
         """A draft of each sequence, no longer than `most` of it.  stop_token_ids: int64 [n] in host memory."""
         library = kernels.cpu_library()
         if library is None:
-            stops = set(stop_token_ids.tolist())
+            ends = set(stop_token_ids.tolist())
             return [
-                draft_in_torch(own.span(), others, self.least_match, tokens, vocabulary, stops, self.from_own)
+                draft_in_torch(own.span(), others, self.least_match, tokens, vocabulary, ends, self.from_own)
                 for own, others, tokens in zip(self.own, self.others, most, strict=True)
             ]
         width = max(max(most), 0)
@@ -130,16 +131,16 @@ def draft_in_torch(
     from_own: bool = True,
 ) -> list[int]:
     """The draft of one sequence, as `Drafting` says, without the C++ library."""
-    own, others = own.tokens(), [text.tokens() for text in others]
+    own_text, other_texts = own.tokens(), [text.tokens() for text in others]
     best, source, next_token = least - 1, None, 0
-    for text in (*[own] * from_own, *reversed(others)):
-        length, end = longest_match(text, own)
+    for text in (*[own_text] * from_own, *reversed(other_texts)):
+        length, end = longest_match(text, own_text)
         if length > best:
             best, source, next_token = length, text, end
     draft: list[int] = []
     while source is not None and len(draft) < most:
         at, behind = next_token + len(draft), next_token + len(draft) - len(source)
-        if behind >= 0 and source is not own:
+        if behind >= 0 and source is not own_text:
             break
         token = int(source[at]) if behind < 0 else draft[behind]
         if not 0 <= token < vocabulary or token in stops:
@@ -217,10 +218,15 @@ def most_new_tokens(draws: Draws, drafting: Drafting, steps: int) -> tuple[int, 
 class Verifier(Protocol):
     """What verification needs of a decoder."""
 
-    device: torch.device
     spec: Any
     vocabulary: Any
-    verify: Callable[[PackedBatch, PagedKV], torch.Tensor]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights and activations."""
+
+    def verify(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
+        """Logits after every token of a batch.  float32 [tokens, vocab]"""
 
 
 def verify_steps(
@@ -245,8 +251,8 @@ def verify_steps(
         drafts = drafting.draft(vocabulary, rows.stop_token_ids, rows.room())
         packed, owners, offsets = rows.packed(drafts)
         drawn = draws.drawn_at(decoder.verify(packed, kv), owners, offsets, packed.ids)
-        kept, ended = rows.accept(drafts, drawn.tokens.tolist())
-        kept = torch.tensor(kept, device=decoder.device)
+        indices, ended = rows.accept(drafts, drawn.tokens.tolist())
+        kept = torch.tensor(indices, device=decoder.device)
         at, owner = offsets[kept], owners[kept]
         tokens[at, owner], logps[:, at, owner] = drawn.tokens[kept], drawn.logps()[:, kept]
         step_tokens.append(len(owners))
@@ -277,15 +283,18 @@ class Rows:
     def packed(self, drafts: list[list[int]]) -> tuple[PackedBatch, torch.Tensor, torch.Tensor]:
         """The batch of each sequence's latest token and draft; and of each token the sequence, and how many new tokens
         of the sequence are before the one that is drawn after it, int64 [tokens] each."""
-        ids, owners, offsets, cu_seqlens = [], [], [], [0]
+        tokens: list[int] = []
+        rows: list[int] = []
+        distances: list[int] = []
+        bounds = [0]
         for row, draft in enumerate(drafts):
-            ids += [self.latest[row], *draft]
-            owners += [row] * (1 + len(draft))
-            offsets += range(self.counts.tokens[row], self.counts.tokens[row] + 1 + len(draft))
-            cu_seqlens.append(len(ids))
-        ids, owners, offsets = torch.tensor([ids, owners, offsets], device=self.device)
+            tokens += [self.latest[row], *draft]
+            rows += [row] * (1 + len(draft))
+            distances += range(self.counts.tokens[row], self.counts.tokens[row] + 1 + len(draft))
+            bounds.append(len(tokens))
+        ids, owners, offsets = torch.tensor([tokens, rows, distances], device=self.device)
         positions = self.batch.positions[owners] + offsets.int()
-        cu_seqlens = torch.tensor(cu_seqlens, dtype=torch.int32, device=self.device)
+        cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=self.device)
         lengths = positions[cu_seqlens[1:].long() - 1] + 1
         return PackedBatch(ids, positions, cu_seqlens, lengths, self.batch.block_tables), owners, offsets
 
@@ -294,7 +303,8 @@ class Rows:
 
         drawn: after each token of the packed batch. Gives the indices of the new tokens, and whether a sequence ends.
         """
-        kept, ended, first = [], False, 0
+        kept: list[int] = []
+        ended, first = False, 0
         for row, draft in enumerate(drafts):
             own = drawn[first : first + 1 + len(draft)]
             equal = next((i for i, token in enumerate(draft) if token != own[i]), len(draft))

@@ -94,7 +94,7 @@ class FallbackReasons:
     last: the latest reason since `reset()`; "" if no request ran natively.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.last = ""
         self.warned: set[str] = set()
 

@@ -267,8 +267,7 @@ class FusedModel:
         return decoder
 
     def _int8_weights(self) -> Int8Weights:
-        is_copy = isinstance(self.snapshot, Int8Copy)
-        return int8_weights_of(self.snapshot.holders if is_copy else self.info.model)
+        return int8_weights_of(self.snapshot.holders if isinstance(self.snapshot, Int8Copy) else self.info.model)
 
     def block_bytes(self) -> int:
         """Bytes of a block of the KV cache on this rank; 0 if there is no decoder."""
@@ -288,8 +287,9 @@ class FusedModel:
 
     def peak_activation_bytes(self) -> int:
         """Bytes of activations in the largest forward so far, plus those of the most logits."""
-        decoders = [getattr(bound.decoder, "inner", bound.decoder) for bound in self.bound.values()]
-        return max((decoder.peak_activation_bytes() for decoder in decoders), default=0)
+        decoders = (bound.decoder for bound in self.bound.values())
+        whole = (decoder.inner if isinstance(decoder, StreamedDecoder) else decoder for decoder in decoders)
+        return max((decoder.peak_activation_bytes() for decoder in whole), default=0)
 
     def nbytes(self) -> int:
         """Bytes of weight copies that decoders hold in addition to the snapshot."""

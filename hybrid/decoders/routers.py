@@ -47,11 +47,11 @@ class ChoiceReplaced(TorchFunctionMode):
         super().__init__()
         self.num_experts, self.choose, self.count = num_experts, choose, 0
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func not in TOPK:
             return result
-        scores = args[0] if args else kwargs["input"]
+        scores = args[0] if args else (kwargs or {})["input"]
         if scores.dim() != 2 or scores.shape[1] != self.num_experts:
             return result
         self.count += 1
@@ -65,6 +65,8 @@ class ReplacedForward:
 
     own: the router's forward, also if another ReplacedForward stands in for it already.
     """
+
+    own: Callable
 
     def __init__(self, router: nn.Module, choose: Choose):
         self.router, self.choose = router, choose

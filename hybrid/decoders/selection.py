@@ -60,6 +60,7 @@ def whole_decoder(
     if kernels == TRITON:
         from hybrid.decoders.cuda_decoder import CudaDecoder
 
-        more = {"lora_deltas": weights.lora_deltas, "copies": copies, "flashinfer": flashinfer}
-        return CudaDecoder(*reads, max_capture_size, **more)
+        return CudaDecoder(
+            *reads, max_capture_size, lora_deltas=weights.lora_deltas, copies=copies, flashinfer=flashinfer
+        )
     return Int8Decoder(*reads) if int8 else TorchDecoder(*reads, weights.lora_deltas, copies)

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -162,7 +163,7 @@ def step_differences(
         excused = len(expected) // 5 if experts else 0  # tokens that may be routed to other experts
         return output_difference(f"{what} {DIFFERS}", logits, expected, dtype, excused, limit)
 
-    decode = decoder.eager_decode if max_capture_size else decoder.decode
+    decode = getattr(decoder, "eager_decode", decoder.decode)  # of a decoder with graphs
     eager = torch.cat([whole_logits(decode(step.batch, kv), decoder.vocabulary).clone() for step in sequences.steps])
     expected = native.logits.flatten(0, 1)
     yield compared("a decode step", eager, expected)
@@ -190,9 +191,11 @@ def native_run(info: ModelInfo, sequences: Sequences) -> NativeOutputs:
     mask = torch.zeros_like(ids)
     for row, sequence in enumerate(sequences.ids):
         ids[row, : len(sequence)], mask[row, : len(sequence)] = sequence, 1
-    real, inputs, outputs = mask.bool().to(device), [], []
+    real = mask.bool().to(device)
+    inputs: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
 
-    def record(module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
+    def record(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         hidden = (args[0] if args else kwargs["hidden_states"])[real]
         inputs.append(outputs[-1] if outputs and torch.equal(outputs[-1], hidden) else hidden)
         outputs.append((output[0] if isinstance(output, tuple) else output)[real])

@@ -12,7 +12,7 @@ from hybrid.decoders.batch import Draws, KVWeights, PackedBatch, PagedKV
 from hybrid.decoders.bound_weights import BoundWeights
 from hybrid.decoders.drafts import Drafting, VerifiedTokens, verify_steps
 from hybrid.decoders.torch_decoder import WholeDecoder
-from hybrid.models.spec import DecoderLayout
+from hybrid.models.spec import DecoderLayout, RopeTable
 from hybrid.parallel import any_rank
 from hybrid.weights.lora import Adapted
 from hybrid.weights.streaming import WeightStream
@@ -35,6 +35,7 @@ class StreamedDecoder:
     """
 
     vocabulary = group = None  # each rank has its own tokens
+    continues_past_ends = False
     kv_weights: KVWeights | None = None
     samples_in_kernel = samples_with_penalties = False
 
@@ -46,7 +47,7 @@ class StreamedDecoder:
         make: Callable[[DecoderLayout, BoundWeights], WholeDecoder],
     ):
         # All layers use the same positions' rope tables: compute them once.
-        rotary = {key: CachedRope(table) for key, table in layout.rotary.items()}
+        rotary: dict[str, RopeTable] = {key: CachedRope(table) for key, table in layout.rotary.items()}
         self.inner = inner = make(replace(layout, rotary=rotary), weights)
         self.spec, self.layout, self.dtype, self.reserve = inner.spec, inner.layout, inner.dtype, inner.reserve
         self.weights, self.stream, self.process_group = weights, stream, weights.embedding().ds_process_group
@@ -104,7 +105,10 @@ class StreamedDecoder:
             for segment, _ in zip(segments, gathering, strict=False):  # `gathering` is exhausted below
                 if segment in work:
                     self.inner.unbind()
-                    self.inner.bind_part(ENDS.get(segment, ()), [] if segment in ENDS else [segment])
+                    if isinstance(segment, str):
+                        self.inner.bind_part(ENDS[segment], [])
+                    else:
+                        self.inner.bind_part((), [segment])
                     x = work[segment](x)
         finally:
             self.inner.unbind()
@@ -113,11 +117,11 @@ class StreamedDecoder:
         return x
 
     def _owners(self, segment: Segment) -> list[nn.Parameter | Adapted]:
-        if segment in ENDS:
+        if isinstance(segment, str):
             roles = ENDS[segment]
             refs = [ref for name, ref in self.layout.outer.items() if name.partition(".")[0] in roles]
         else:
-            refs = self.layout.layers[segment].values()
+            refs = list(self.layout.layers[segment].values())
         owners = (param if adapted is None else adapted for adapted, param in map(self.weights.owner, refs))
         return [owner for owner in dict.fromkeys(owners) if owner is not None]
 
@@ -132,7 +136,8 @@ class StreamedDecoder:
 
         batch, kv: of a forward.  rows: hidden states to give logits of.  wants_logits: whether to give the batch's.
         """
-        layers, work = range(len(self.spec.layers)), {}
+        layers = range(len(self.spec.layers))
+        work: dict[Segment, Callable] = {}
         if batch is not None:
             work[BEFORE] = lambda _: self.inner.embed(batch.ids, batch.positions)
             for index in layers:
@@ -142,7 +147,8 @@ class StreamedDecoder:
         forward, logits = any_rank([BEFORE in work, AFTER in work], self.device, self.process_group)
         if not forward and not logits:
             return DONE
-        return self.run([BEFORE, *layers] * forward + [AFTER] * logits, work, rows)
+        segments: list[Segment] = [BEFORE, *layers] * forward + [AFTER] * logits
+        return self.run(segments, work, rows)
 
 
 class CachedRope:

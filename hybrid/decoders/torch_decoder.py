@@ -1,5 +1,6 @@
 """A whole decoder in torch operations, on any device: the reference, and the fallback where no faster kernels run."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -63,7 +64,7 @@ def no_lora_deltas(ref: ParamRef) -> list[LowRank]:
     return []
 
 
-class WholeDecoder:
+class WholeDecoder(ABC):
     """A decoder of `layout` in `dtype`. Call `bind` first, and the functions under `torch.no_grad()`.
 
     weights: gives a ParamRef's whole tensor, before its `select`; None for a bias that does not exist.
@@ -71,6 +72,7 @@ class WholeDecoder:
     copies: weight copies shared with the model's other decoders; the decoders that read a copy keep it alive.
     """
 
+    device: torch.device  # of the weights and activations
     context_block = BLOCK_SIZE  # cached tokens that attention reads at a time
     vocabulary: VocabularySlice | None = None  # what `logits` and `decode` give logits of; None: the whole vocabulary
     group: InferenceGroup | None = None  # ranks that run it together, on the same tokens; None: this rank alone
@@ -96,6 +98,42 @@ class WholeDecoder:
         # By the index of a layer with experts: its number among these.
         self.moe_layer = {index: number for number, index in enumerate(self.spec.moe_layers)}
         self.unbind()
+
+    @abstractmethod
+    def bind_part(self, outer: Collection[str], layers: Iterable[int]) -> None:
+        """Read the outer weights of the roles `outer`, and those of the layers with indices `layers`."""
+
+    @abstractmethod
+    def unbind(self) -> None:
+        """Release the weights; bind again before anything runs."""
+
+    @abstractmethod
+    def kv(self, num_blocks: int) -> PagedKV:
+        """Allocate blocks."""
+
+    @abstractmethod
+    def reserve(self, tokens: int) -> None:
+        """Prepare for sequences of up to `tokens` tokens."""
+
+    @abstractmethod
+    def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
+        """The last layer's output for every token, [tokens, hidden]. Writes the new tokens' keys and values to `kv`."""
+
+    @abstractmethod
+    def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The first layer's input, [tokens, hidden].  ids: int64 [tokens].  positions: integers [tokens]."""
+
+    @abstractmethod
+    def layers(self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int, last: int) -> torch.Tensor:
+        """Run layers `first` to `last` (exclusive) over hidden [tokens, hidden]. Writes keys and values to `kv`."""
+
+    @abstractmethod
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of the last layer's output [n, hidden].  float32 [n, vocabulary]"""
+
+    @abstractmethod
+    def activation_bytes(self, tokens: int) -> int:
+        """Bytes that a forward over `tokens` tokens takes, estimated."""
 
     def bind(self) -> None:
         """Read all weights, on first use or again. Copies are refreshed in place and keep their addresses."""
@@ -152,6 +190,8 @@ class WholeDecoder:
 class TorchDecoder(WholeDecoder):
     """In torch operations. Tensors of the right dtype, joined ones if adjacent, are read in place; others copied."""
 
+    outer: Tensors
+    blocks: list[Tensors]
     first_expert = 0  # index of the first expert whose weights this rank has
     widest = 0  # the most elements per token that a layer holds at once
 
@@ -244,8 +284,10 @@ class TorchDecoder(WholeDecoder):
     def kv(self, num_blocks: int) -> PagedKV:
         """Allocate blocks: keys and values [blocks, BLOCK_SIZE, kv_heads, head_dim] for each layer."""
         shape = (num_blocks, BLOCK_SIZE, self.spec.num_kv_heads, self.spec.head_dim)
-        tensors = ([torch.empty(shape, dtype=self.dtype, device=self.device) for _ in self.blocks] for _ in range(2))
-        return PagedKV(*tensors, self.router_indices(num_blocks), self.hidden_states(num_blocks))
+        keys, values = (
+            [torch.empty(shape, dtype=self.dtype, device=self.device) for _ in self.blocks] for _ in range(2)
+        )
+        return PagedKV(keys, values, self.router_indices(num_blocks), self.hidden_states(num_blocks))
 
     @property
     def device(self) -> torch.device:

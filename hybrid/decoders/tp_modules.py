@@ -1,6 +1,6 @@
 """Tensor parallelism through a model's own modules, on this rank's slices, with the collectives around them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -36,7 +36,7 @@ class SharedModules:
     def __init__(
         self,
         info: ModelInfo,
-        adapted: list[Adapted],
+        adapted: Sequence[Adapted],
         group: InferenceGroup,
         device: torch.device,
         new_cache: Callable[[], Cache],
@@ -133,12 +133,12 @@ class SharedContainer(NativeContainer):
         self.exchange = exchange
         exchange.parts[part.name] = part.module
 
-    def request(self, original: Callable, args: tuple, kwargs: dict):
+    def request(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """The module's output, if the user calls it directly. Other ranks may call another module."""
         with self.calls.request():
             return self.run(original, args, kwargs)
 
-    def run(self, original: Callable, args: tuple, kwargs: dict):
+    def run(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """The module's output, inside a request. Raises NotImplementedError for `output_attentions`."""
         if self.exchange.running:
             return original(*args, **kwargs)

@@ -186,14 +186,15 @@ class CompletionBuffers:
         if steps == 1:
             return
         device = self.ids.device
-        rows, lengths = torch.tensor([rows, lengths], device=device)
-        behind = torch.arange(self.logps.shape[2], device=device) >= lengths[:, None]
-        completions = self.ids[rows, self.prompt_len :]
-        self.ids[rows, self.prompt_len :] = completions.masked_fill(behind, self.pad_token_id)
-        self.logps[:, rows] = self.logps[:, rows].masked_fill(behind, 0.0)
+        ended, ends = torch.tensor([rows, lengths], device=device)
+        behind = torch.arange(self.logps.shape[2], device=device) >= ends[:, None]
+        completions = self.ids[ended, self.prompt_len :]
+        self.ids[ended, self.prompt_len :] = completions.masked_fill(behind, self.pad_token_id)
+        self.logps[:, ended] = self.logps[:, ended].masked_fill(behind, 0.0)
 
     def completions(self, outcomes: list[RowOutcome] | None = None) -> Completions:
         """All rows."""
         new = self.max_new_tokens
         tokens = self.ids[:, self.prompt_len : self.prompt_len + new]
-        return Completions(tokens, self.lengths.to(tokens.device), *self.logps[:, :, :new], outcomes)
+        sampling, old, raw = self.logps[:, :, :new]
+        return Completions(tokens, self.lengths.to(tokens.device), sampling, old, raw, outcomes)

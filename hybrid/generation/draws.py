@@ -1,5 +1,6 @@
 """How the tokens of running sequences are sampled in several decode steps, as decoders need it."""
 
+import ctypes
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,6 @@ from hybrid.generation.sampler import (
     sample_tokens,
     samples_record,
 )
-from hybrid.kernels.cpu_library import Samples
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class TokenDraws:
         """Whether a draw depends on the tokens before it."""
         return self.token_ids is not None or self.process is not None
 
-    def record(self, steps: int) -> tuple[Samples, SamplerOutput]:
+    def record(self, steps: int) -> tuple[ctypes.Structure, SamplerOutput]:
         """The C++ kernels' record of `steps` steps, and what they write, [steps, sequences]."""
         return samples_record(self.keys, self.positions, self.metadata, steps)
 
@@ -76,9 +76,10 @@ class TokenDraws:
         if self.vocabulary is not None:
             drawn = sample_sharded(logits, keys, positions, self.metadata, self.vocabulary)
             return drawn.tokens, *(getattr(drawn, name) for name in LOGPROBS)
-        from hybrid.kernels.triton_sampling import sample
+        from hybrid.kernels.triton_sampling import sample, sampling_features
 
-        return sample(logits, keys, positions, values, self.graph_key, seen, stop_token_ids)
+        features = sampling_features(self.metadata)
+        return sample(logits, keys, positions, values, features, seen, stop_token_ids)
 
     def drawn_at(
         self, logits: torch.Tensor, sequences: torch.Tensor, offsets: torch.Tensor, ids: torch.Tensor

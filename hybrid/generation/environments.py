@@ -149,7 +149,8 @@ def reset_rows(environment: Any, limits: EnvironmentLimits, prompts: list[torch.
     async def reset(row: int, prompt: torch.Tensor) -> torch.Tensor:
         return as_prompt(prompt, await call(environment.reset, row, prompt))
 
-    calls, results = EnvironmentCalls(limits), {}
+    calls = EnvironmentCalls(limits)
+    results: dict[int, Any] = {}
     try:
         for row, prompt in enumerate(prompts):
             calls.submit(row, reset, row, prompt)
@@ -173,7 +174,7 @@ class EnvironmentLoop:
     group: InferenceGroup | None = None
     away: set[int] = field(default_factory=set)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.calls = EnvironmentCalls(self.limits)
 
     def submit(self, row: int, completion_ids: torch.Tensor) -> None:

@@ -125,7 +125,7 @@ class Route:
         functools.update_wrapper(self, module.generate)  # callers read the signature
         self.module, self.own, self.through = module, module.generate, through
         self.before = module.__dict__.get("generate")  # a `generate` set on the instance, such as a user's patch
-        module.generate = self
+        module.__dict__["generate"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.through(*args, **kwargs)

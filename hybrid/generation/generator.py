@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from deepspeed.utils import logger
 from torch import nn
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from hybrid.decoders.batch import is_packable
 from hybrid.decoders.calls import Calls, SharedCalls
@@ -134,7 +135,14 @@ class Generator:
                 return self._by_hugging_face(args, kwargs, adapters, seed, method, num_prompts, prompt_len)
         kwargs = with_stop_strings(kwargs)
 
-        def decoding_method(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+        def decoding_method(
+            model: nn.Module,
+            input_ids: torch.Tensor,
+            logits_processor: LogitsProcessorList,
+            stopping_criteria: StoppingCriteriaList,
+            generation_config: GenerationConfig,
+            **model_kwargs: Any,
+        ) -> Any:
             streamer = kwargs.get("streamer")
             inputs = GenerateInputs(
                 input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, streamer
@@ -143,7 +151,7 @@ class Generator:
 
         return hugging_face_generate(self.model, args, {**kwargs, "custom_generate": decoding_method})
 
-    def _decode(self, model, inputs: GenerateInputs, adapters: bool | None, seed: int | None) -> Any:
+    def _decode(self, model: nn.Module, inputs: GenerateInputs, adapters: bool | None, seed: int | None) -> Any:
         """Decode prompts as Hugging Face's `_sample` does (transformers 5.23), with our cache, sampler and window.
 
         Returns int64 [sequences, length], or Hugging Face's output object if `return_dict_in_generate` is set.

@@ -1,6 +1,7 @@
 """The KV cache of the native path: storage that outlives a call, grows in steps, and is written in place."""
 
 import itertools
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
@@ -22,7 +23,8 @@ class KVCache:
         windows and linear attention, keep theirs."""
         if cache.layer_class_to_replicate is DynamicLayer:  # the cache makes its layers in order, on first use
             indices = itertools.count()
-            cache.layer_class_to_replicate = lambda: GrowingLayer(self, next(indices))
+            make_layer: Any = lambda: GrowingLayer(self, next(indices))  # noqa: E731
+            cache.layer_class_to_replicate = make_layer
         for index, layer in enumerate(cache.layers):
             if type(layer) is DynamicLayer and not layer.is_initialized:
                 cache.layers[index] = GrowingLayer(self, index)
@@ -59,7 +61,7 @@ class GrowingLayer(DynamicLayer):
         self.index = index
         self.buffers: dict[str, torch.Tensor] = {}  # [rows, kv_heads, capacity, head_dim]
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.keys = self._append("keys", self.keys, key_states)

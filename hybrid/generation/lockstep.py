@@ -5,8 +5,10 @@ For what must see the whole batch at every step (a processor, criterion or strea
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import nn
 from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
@@ -29,7 +31,7 @@ class Outputs:
     encoder_outputs: of an encoder-decoder; None for a decoder.
     """
 
-    def __init__(self, config: GenerationConfig, encoder_outputs):
+    def __init__(self, config: GenerationConfig, encoder_outputs: Any):
         self.as_dict, self.encoder_outputs = config.return_dict_in_generate, encoder_outputs
         decoder = "" if encoder_outputs is None else "decoder_"
         requested = {
@@ -41,13 +43,13 @@ class Outputs:
         }
         self.steps: dict[str, tuple] = {name: () for name, is_on in requested.items() if is_on and self.as_dict}
 
-    def add(self, outputs, scores: torch.Tensor, logits: torch.Tensor) -> None:
+    def add(self, outputs: Any, scores: torch.Tensor, logits: torch.Tensor) -> None:
         """Add a step: the model's outputs, the processed scores and the raw logits, both [sequences, vocab]."""
         made = {"scores": scores, "logits": logits}
         for name, steps in self.steps.items():
             self.steps[name] = (*steps, made[name] if name in made else getattr(outputs, name, None))
 
-    def result(self, sequences: torch.Tensor, cache: Cache | None):
+    def result(self, sequences: Any, cache: Cache | None) -> Any:
         """`sequences`, or Hugging Face's output object if the caller asked for a dict."""
         if not self.as_dict:
             return sequences
@@ -64,7 +66,7 @@ class NativeForward:
         other ranks hold parts of the cache, or if ranks exchange messages of equal size.
     """
 
-    def __init__(self, model, inputs: GenerateInputs, kv_cache: KVCache, expands: bool):
+    def __init__(self, model: nn.Module, inputs: GenerateInputs, kv_cache: KVCache, expands: bool):
         self.model, self.config, self.kwargs = model, inputs.config, inputs.model_kwargs
         self.encoder_decoder = model.config.is_encoder_decoder
         cache, config = self.kwargs.get("past_key_values"), inputs.config
@@ -81,7 +83,7 @@ class NativeForward:
             expands and ours and plain and text_alone and type(cache) is DynamicCache and not cache.get_seq_length()
         ) and {type(layer) for layer in cache.layers} <= {GrowingLayer, DynamicSlidingWindowLayer}
 
-    def prefill(self, input_ids: torch.Tensor):
+    def prefill(self, input_ids: torch.Tensor) -> Any:
         """The model's outputs for the prompts, logits [sequences, ·, vocab].
 
         Equal prompts are computed once and their rows of the cache repeated, if the rows of the cache are independent.
@@ -99,14 +101,14 @@ class NativeForward:
         outputs.past_key_values.batch_select_indices(source)
         return self._updated(outputs)
 
-    def step(self, input_ids: torch.Tensor):
+    def step(self, input_ids: torch.Tensor) -> Any:
         """The model's outputs for the latest token of each row."""
         inputs = self.model.prepare_inputs_for_generation(
             input_ids, next_sequence_length=1 if self.kwargs["use_cache"] else None, **self.kwargs
         )
         return self._updated(self.model(**inputs, return_dict=True))
 
-    def _updated(self, outputs):
+    def _updated(self, outputs: Any) -> Any:
         self.kwargs = self.model._update_model_kwargs_for_generation(
             outputs, self.kwargs, is_encoder_decoder=self.encoder_decoder
         )
@@ -185,7 +187,8 @@ def in_lockstep(
 
     outputs: collects the steps' outputs.  logprob_temperature: of `Completions.old_logps`; None: no logprobs.
     """
-    ids, pad = inputs.input_ids, inputs.config._pad_token_tensor
+    ids: Any = inputs.input_ids
+    pad = inputs.config._pad_token_tensor
     has_end = any(hasattr(criterion, "eos_token_id") for criterion in inputs.stopping_criteria)
     draw, logps = SamplingMetadata() if inputs.config.do_sample else SamplingMetadata(temperature=0), []
     with phase("prefill"):

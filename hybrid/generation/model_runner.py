@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -87,7 +88,8 @@ def prefill_waves(block_pool: BlockPool, prompts: list[torch.Tensor]) -> Iterato
     waiting = list(range(len(prompts)))
     while waiting:
         begun: set[bytes] = set()
-        wave, later = [], []
+        wave: list[int] = []
+        later: list[int] = []
         for index in waiting:
             begin = block_pool.first_new_block(prompts[index])
             (later if begin in begun else wave).append(index)
@@ -143,7 +145,7 @@ class ModelRunner:
         """Allocate blocks so that every row has room for `tokens` more.  max_blocks: the most blocks of each row."""
         if self.num_free_slots >= tokens:
             return
-        entries = []
+        entries: list[tuple[int, int, int]] = []
         for row, (blocks, offset) in enumerate(zip(self.blocks, self.offsets, strict=True)):
             needed = blocks_for(offset + self.steps + tokens)
             missing = (needed if max_blocks is None else min(needed, max_blocks[row])) - len(blocks)
@@ -172,7 +174,8 @@ class ModelRunner:
 
         Gives the tokens drawn, int64 [steps done, rows], and their logprobs, float32 [3, steps done, rows].
         """
-        drawn, logps = self.decoder.decode_steps(self._batch(tokens), self.block_pool.kv, draws, steps)
+        steps_of: Any = self.decoder  # one with `samples_in_kernel`
+        drawn, logps = steps_of.decode_steps(self._batch(tokens), self.block_pool.kv, draws, steps)
         self._advance(len(drawn))
         return drawn, logps
 
@@ -207,9 +210,9 @@ class ModelRunner:
             if row not in staying:
                 self.block_pool.free(blocks)
         self.blocks, self.offsets = [self.blocks[row] for row in stay], [self.offsets[row] for row in stay]
-        stay = torch.tensor(stay, dtype=torch.int64, device=self.device)
-        self.lengths = self.lengths[stay]
-        self.block_tables.keep(stay)
+        kept = torch.tensor(stay, dtype=torch.int64, device=self.device)
+        self.lengths = self.lengths[kept]
+        self.block_tables.keep(kept)
         self._update()
 
 

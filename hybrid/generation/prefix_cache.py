@@ -32,7 +32,7 @@ class CachedBlock:
 class PrefixCache:
     """Finds blocks by their content: the weights, all tokens before the block, and its own. Compared token by token."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.version: Hashable = None
         self.roots: dict[Hashable, CachedBlock] = {}  # by variant of the weights
         self.by_block: dict[int, CachedBlock] = {}

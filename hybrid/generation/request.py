@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from transformers import DynamicCache, EosTokenCriteria, GenerationConfig, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation import logits_process as processes
 from transformers.generation.streamers import BaseStreamer
@@ -201,7 +202,7 @@ class GenerateInputs:
         """The most new tokens of a sequence."""
         return self.config.max_length - self.input_ids.shape[1]
 
-    def fallback_reason(self, model) -> str:
+    def fallback_reason(self, model: nn.Module) -> str:
         """Why the request cannot run fused, and what the user can do about it; "" if it can.
 
         Fused requests are for a decoder-only model and give token ids (`input_ids` with left padding) and nothing else;

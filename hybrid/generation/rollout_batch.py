@@ -218,8 +218,7 @@ def rollout_request(
     params: SamplingParams, rows: RolloutRows, stop_token_ids: list[int], pad_token_id: int, call: RolloutCall
 ) -> Request:
     """The scheduler's request of a rollout."""
-    greedy = not params.temperature
-    truncations = () if greedy else (params.top_k, params.top_p, params.min_p)
+    truncations = (params.top_k, params.top_p, params.min_p) if params.temperature else (0, 1.0, 0.0)
     metadata = SamplingMetadata(
         params.temperature,
         *truncations,

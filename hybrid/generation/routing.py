@@ -19,7 +19,7 @@ class RoutedRows:
     rows: by row, int16 [tokens, layers with experts, experts per token].
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.rows: dict[int, torch.Tensor] = {}
 
     def read(self, kv: PagedKV, rows: Sequence[int], blocks: Sequence[list[int]], lengths: Sequence[int]) -> None:

@@ -192,7 +192,7 @@ def sample_tokens(
 
 def samples_record(
     keys: torch.Tensor, positions: torch.Tensor, metadata: SamplingMetadata, *steps: int
-) -> tuple[Samples, SamplerOutput]:
+) -> tuple[ctypes.Structure, SamplerOutput]:
     """A record of what the kernels draw, and the output that they write, [*steps, n], valid as long as the record.
 
     keys, positions: int64 [n].
@@ -249,7 +249,7 @@ def sample_sharded(
     scales = ((tops - top) / temperature).exp()
     cumulative = (masses * scales).cumsum(dim=0)
     if metadata.temperature == 0:
-        drawn, logit = tokens.gather(0, winner[None])[0], top
+        token, logit = tokens.gather(0, winner[None])[0], top
     else:
         target = uniform(keys, positions) * cumulative[-1]
         owner = (cumulative <= target).sum(dim=0).clamp(max=len(cumulative) - 1)
@@ -259,10 +259,10 @@ def sample_sharded(
         own_target = torch.minimum(own_target, torch.nextafter(cdf[:, -1], torch.zeros_like(own_target)))
         found = torch.searchsorted(cdf, own_target[:, None], right=True).clamp(max=own.shape[1] - 1)
         candidates = torch.stack([(found[:, 0] + vocabulary.first).double(), own.gather(1, found)[:, 0]])
-        drawn, logit = vocabulary.group.gather(candidates).gather(0, owner.expand(1, 2, -1))[0]
+        token, logit = vocabulary.group.gather(candidates).gather(0, owner.expand(1, 2, -1))[0]
     old = ((logit - top) / temperature - cumulative[-1].log()).float()
     raw = (raws * (tops - top).exp()).sum(dim=0)
-    return SamplerOutput(drawn.long(), old, old, (logit - top - raw.log()).float())
+    return SamplerOutput(token.long(), old, old, (logit - top - raw.log()).float())
 
 
 def of_all_rows(drawn: SamplerOutput, count: int, vocabulary: VocabularySlice) -> SamplerOutput:

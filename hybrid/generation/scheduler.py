@@ -117,7 +117,7 @@ class Checked(NamedTuple):
     """
 
     row: int
-    count: int
+    count: int  # type: ignore[assignment]  # not tuple.count
     length: int
     left: int
     is_done: int
@@ -247,11 +247,11 @@ class Scheduler:
                 group.blocks, group.logits = own, after
         for group, rows in admitted:
             self.allocate(group, rows)
-        rows = [(row, group.begun, 0) for group, rows in admitted for row in rows]
-        more = torch.tensor(rows, device=self.rows.device).unbind(1)
-        own = self.rows, self.positions, self.latest_tokens
-        self.rows, self.positions, self.latest_tokens = (torch.cat(pair) for pair in zip(own, more, strict=True))
-        self.sample(torch.cat([group.logits.expand(len(rows), -1) for group, rows in admitted]), len(rows))
+        begun = [(row, group.begun, 0) for group, rows in admitted for row in rows]
+        more = torch.tensor(begun, device=self.rows.device).unbind(1)
+        running = self.rows, self.positions, self.latest_tokens
+        self.rows, self.positions, self.latest_tokens = (torch.cat(pair) for pair in zip(running, more, strict=True))
+        self.sample(torch.cat([group.logits.expand(len(rows), -1) for group, rows in admitted]), len(begun))
         self.waiting = [group for group in self.waiting if group.waiting]
         self.finish(self.check(1), 1)
 
@@ -481,16 +481,18 @@ class Scheduler:
         self.rows, self.positions, self.latest_tokens = (
             by_sequence[staying] for by_sequence in (self.rows, self.positions, self.latest_tokens)
         )
-        self.max_blocks, self.running = (
-            [by_sequence[index] for index in stay] for by_sequence in (self.max_blocks, self.running)
-        )
+        self.max_blocks = [self.max_blocks[index] for index in stay]
+        self.running = [self.running[index] for index in stay]
 
     def ask_quotas(self) -> None:
         """Ask the caller which of the groups that are complete by now count."""
         for quota in self.quotas:
             if quota.complete:
                 done = self.completions()
-                quota.ask(lambda rows, done=done: self.counts(rows, done))
+                quota.ask(partial(self._counts, done))
+
+    def _counts(self, done: Completions, rows: list[int]) -> bool:
+        return self.counts(rows, done)
 
     def stop_unneeded(self) -> None:
         """Stop the rows of quotas that are reached: they stay unfinished, with the tokens that they have."""
@@ -539,8 +541,8 @@ class Scheduler:
         steps = 1 if draws.needs_tokens else min(self.num_scheduler_steps, self.speculation.steps)
         verified = self.runner.verified_steps(self.latest_tokens, draws, drafting, steps, self.max_blocks)
         counts = torch.tensor(verified.counts.tokens, device=self.rows.device)
-        steps = torch.arange(len(verified.tokens), device=counts.device)[:, None]
-        step, column = (steps < counts).nonzero(as_tuple=True)
+        each = torch.arange(len(verified.tokens), device=counts.device)[:, None]
+        step, column = (each < counts).nonzero(as_tuple=True)
         positions, tokens = self.positions[column] + step, verified.tokens[step, column]
         self.write(self.rows[column], positions, tokens, verified.logps[:, step, column])
         self.latest_tokens = verified.tokens.gather(0, counts[None] - 1)[0]

@@ -133,7 +133,7 @@ def padded_forward(model: nn.Module, call: Callable | None = None) -> Callable:
     owner = hugging_face_model(model)
     takes_positions = "position_ids" in inspect.signature(owner.forward).parameters
 
-    def forward(ids: torch.Tensor, mask: torch.Tensor):
+    def forward(ids: torch.Tensor, mask: torch.Tensor) -> Any:
         ids, mask = as_ids(ids), as_mask(mask)
         more = {"position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0)} if takes_positions else {}
         return call(input_ids=ids, attention_mask=mask, use_cache=False, **more)
@@ -241,7 +241,7 @@ def forward_once(module: nn.Module, outputs: dict[nn.Module, Any]) -> Iterator[N
     own, before = module.forward, {name: value for name, value in module.__dict__.items() if name == "forward"}
 
     @functools.wraps(own)
-    def forward(*args, **kwargs):
+    def forward(*args: Any, **kwargs: Any) -> Any:
         if module not in outputs:
             outputs[module] = own(*args, **kwargs)
         return outputs[module]

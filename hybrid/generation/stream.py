@@ -13,7 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 from hybrid.call_lock import CallLock
 
 Item = TypeVar("Item")
-END = object()  # the call has ended
+END: Any = object()  # the call has ended
 
 
 class StoppedByCaller(Exception):

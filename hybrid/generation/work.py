@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.decoders.group_work import OwnError, Work
@@ -62,7 +62,7 @@ class Resources:
     speculator: Speculator | None = None
 
     @contextmanager
-    def opened(self, decoder: AnyDecoder) -> Iterator[AnyDecoder]:
+    def opened(self, decoder: AnyDecoder) -> Iterator[Any]:
         """Inside the block every block of the pool is free at first. Gives the decoder, timed if times are taken."""
         self.block_pool.begin_call(decoder.kv, decoder.kv_weights)
         try:
@@ -115,19 +115,26 @@ class CompletionWork(Work):
     def key(self) -> Hashable:
         request = self.request
         settings = request.max_new_tokens, request.pad_token_id, request.sampling_metadata, request.logprob_temperature
-        settings = *settings, request.environment_limits, request.return_router_indices
-        return "completions", *settings, *request.stop_token_ids.tolist()
+        more = request.environment_limits, request.return_router_indices
+        return "completions", *settings, *more, *request.stop_token_ids.tolist()
 
     def run(self, decoder: AnyDecoder, resources: Resources, is_own: bool = True) -> Completions:
         ranks = 1 if decoder.group is None else decoder.group.size
         with resources.opened(decoder) as decoder:
             most = ranks * resources.max_num_seqs
             with self._environment_loop(decoder) as loop:
-                more = {"environment": loop, "on_end": None if self.on_end is None else self._tell_own_rows}
-                more |= {"speculator": resources.speculator, "counts": self.counts}
-                done = Scheduler(
-                    self.request, decoder, resources.block_pool, most, resources.profiler.phase, **more
-                ).run()
+                scheduler = Scheduler(
+                    self.request,
+                    decoder,
+                    resources.block_pool,
+                    most,
+                    resources.profiler.phase,
+                    environment=loop,
+                    on_end=None if self.on_end is None else self._tell_own_rows,
+                    counts=self.counts,
+                    speculator=resources.speculator,
+                )
+                done = scheduler.run()
         if resources.speculator is not None:
             resources.profiler.speculated(*resources.speculator.taken_counters())
         return done
@@ -166,7 +173,8 @@ def same_rows(request: Request, other: Request) -> bool:
     equal = torch.equal(request.prompt_ids, other.prompt_ids) and request.prompt_lengths == other.prompt_lengths
     equal = equal and torch.equal(request.sampling_keys, other.sampling_keys)
     equal = equal and torch.equal(request.limits_of_rows(), other.limits_of_rows())
-    processors = ([] if r.processors is None else r.processors.args[0] for r in (request, other))
+    given: list[Any] = [request.processors, other.processors]  # None, or a partial of `process_rows`
+    processors = ([] if of_request is None else of_request.args[0] for of_request in given)
     return equal and all(same_processor(*pair) for pair in itertools.zip_longest(*processors))
 
 
@@ -284,7 +292,14 @@ class NativeWork(Work):
         return replace(done, router_indices=rows_of_calls(calls, self.prompt_mask))
 
     def _completions(self, resources: Resources, expands: bool) -> Completions:
-        def decoding_method(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+        def decoding_method(
+            model: nn.Module,
+            input_ids: torch.Tensor,
+            logits_processor: LogitsProcessorList,
+            stopping_criteria: StoppingCriteriaList,
+            generation_config: GenerationConfig,
+            **model_kwargs: Any,
+        ) -> Completions:
             processors = logits_processor if self.processors is None else self.processors
             inputs = GenerateInputs(input_ids, processors, stopping_criteria, generation_config, model_kwargs)
             forward = NativeForward(model, inputs, resources.kv_cache, expands)

@@ -27,7 +27,17 @@ from hybrid.weights.slices import Shard, Slice, chunk, planned_slices, require_d
 
 # Names of the projections at the end of an attention or MLP, whose outputs are summed over ranks (row-parallel).
 # DeepSpeed's automatic tensor parallelism goes by the same names (0.19.8).
-ROW_PARALLEL = ("o_proj", "out_proj", "wo", "down_proj", "fc2", "fc_out", "w2", "dense_4h_to_h", "c_proj")
+ROW_PARALLEL: tuple[str, ...] = (
+    "o_proj",
+    "out_proj",
+    "wo",
+    "down_proj",
+    "fc2",
+    "fc_out",
+    "w2",
+    "dense_4h_to_h",
+    "c_proj",
+)
 ROW_PARALLEL += ("attention.dense", "self_attention.dense")
 # Attributes of attention modules that hold numbers of heads, or their total width.
 PER_RANK = tuple("n_heads num_heads n_head num_attention_heads num_key_value_heads all_head_size inner_dim".split())
@@ -194,6 +204,7 @@ def slice_modules(
         if isinstance(module, nn.Embedding):
             loaders[f"{name}.weight"] = functools.partial(load_columns, module, group)
             continue
+        assert is_linear(module), f"{name} is sliced, and is a {type(module).__name__}"
         linear = ParallelLinear(module, group, part.row_parallel, part.blocks)
         setattr(parent, child, linear)
         loaders |= {f"{name}.weight": linear.load_weight, f"{name}.bias": linear.load_bias}
@@ -202,7 +213,7 @@ def slice_modules(
             if hasattr(parent, key):
                 setattr(parent, key, getattr(parent, key) // group.size)
         if hasattr(parent, INTERLEAVED_QKV):
-            parent.forward = with_sliced_alibi(parent.forward, group)
+            parent.forward = with_sliced_alibi(parent, group)
     return loaders
 
 
@@ -211,14 +222,15 @@ def load_columns(embedding: nn.Embedding, group: InferenceGroup, weight: torch.T
     embedding.weight = own_parameter(chunk(weight, 1, shard_of(group)))
 
 
-def with_sliced_alibi(own: Callable, group: InferenceGroup) -> Callable:
+def with_sliced_alibi(attention: nn.Module, group: InferenceGroup) -> Callable:
     """An attention's forward that slices ALiBi's biases, [rows · heads, 1, tokens], to this rank's heads."""
+    own = attention.forward
 
     @functools.wraps(own)
     def forward(*args: Any, alibi: torch.Tensor | None = None, **kwargs: Any) -> Any:
         if alibi is None:
             return own(*args, **kwargs)
-        heads = own.__self__.num_heads * group.size
+        heads = attention.num_heads * group.size
         part = chunk(alibi.unflatten(0, (-1, heads)), 1, shard_of(group)).flatten(0, 1)
         return own(*args, alibi=part, **kwargs)
 
@@ -319,10 +331,10 @@ def policy_by_names(layers: Iterable[nn.Module]) -> dict[type, LayerPolicy]:
         before = policy.get(type(layer), LayerPolicy(()))  # layers of one class may differ in their modules
         if sums or before.sums:
             # With a leading dot a name ending matches full names only.
-            whole = dict.fromkeys((*before.whole, *(f".{name}" for name in whole)))
-            sums = dict.fromkeys((*before.sums, *(f".{name}" for name in sums)))
-            sums = tuple(name for name in sums if name not in whole)
-            policy[type(layer)] = LayerPolicy(sums, tuple(whole), (*PER_RANK, "embed_dim"))
+            replicated = dict.fromkeys((*before.whole, *(f".{name}" for name in whole)))
+            summed = dict.fromkeys((*before.sums, *(f".{name}" for name in sums)))
+            row_parallel = tuple(name for name in summed if name not in replicated)
+            policy[type(layer)] = LayerPolicy(row_parallel, tuple(replicated), (*PER_RANK, "embed_dim"))
     return policy
 
 
@@ -335,7 +347,7 @@ def can_be_sliced(layer: nn.Module, end: str) -> bool:
     path, _, last = end.rpartition(".")
     block = layer.get_submodule(path)
     children = {name: child for name, child in block.named_children() if name != last}
-    linear = {name: child for name, child in children.items() if is_linear(child)}
+    linear: dict[str, nn.Module] = {name: child for name, child in children.items() if is_linear(child)}
     if path == "":  # an MLP without a module of its own, between other parts of the layer
         children = linear
     widths = {width_of(child) for child in linear.values()}

@@ -60,7 +60,7 @@ class LoadedSlices:
             if param not in snapshot.kept:
                 continue
             tensor = read(name)
-            snapshot.keep(param, tensor)
+            snapshot.keep(param, tensor)  # type: ignore[arg-type]  # a key of `kept` is a parameter
             snapshot.peak_bytes = max(snapshot.peak_bytes, snapshot.nbytes() + tensor.nbytes)
             self.shapes[param] = tensor.shape
             set_data(param, tensor.new_empty(0))

@@ -39,7 +39,10 @@ from hybrid.inference.tensor_files import (
     shortened,
 )
 
-HUGGING_FACE_NAMES = ("model.safetensors.index.json", "model.safetensors")  # in the order of precedence
+HUGGING_FACE_NAMES: tuple[str, ...] = (
+    "model.safetensors.index.json",
+    "model.safetensors",
+)  # in the order of precedence
 HUGGING_FACE_NAMES += ("pytorch_model.bin.index.json", "pytorch_model.bin")
 JSON_NAME = "ds_inference_config.json"  # DeepSpeed's file name
 PART_NAME = "tp_{:02d}.safetensors"  # of a rank's part
@@ -50,7 +53,7 @@ EXPERTS = "deepspeed_moe.experts.deepspeed_experts"  # path in a layer of the nu
 # Keys that ZeRO-3's model files have.
 ZERO_KEYS = tuple("module buffer_names param_shapes shared_params frozen_param_shapes frozen_param_fragments".split())
 # Name endings of parameters that concatenate several matrices, so that a tensor-parallel part has a part of each.
-PACKED = ("gate_up_proj.weight", "qkv_proj.weight", "c_attn.weight", "W_pack.weight", "Wqkv.weight")
+PACKED: tuple[str, ...] = ("gate_up_proj.weight", "qkv_proj.weight", "c_attn.weight", "W_pack.weight", "Wqkv.weight")
 PACKED += tuple(name.replace("weight", "bias") for name in PACKED)
 
 

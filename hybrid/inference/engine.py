@@ -70,6 +70,9 @@ class InferenceEngine(nn.Module):
     local_cuda_graph = is_compiled = False
     quantization_scales = ep_group = expert_mp_group = None
     quantize_merge_count = 1
+    _calls: Calls
+    _fused: FusedModel
+    _graphs: GraphedForward | None
 
     def __init__(self, model: nn.Module, config: str | Path | dict[str, Any] | BaseModel | None = None):
         settings = config if isinstance(config, InferenceConfig) else read_inference_config(config, {})
@@ -115,7 +118,7 @@ class InferenceEngine(nn.Module):
         make_event = partial(torch.cuda.Event, enable_timing=True) if torch.cuda.is_available() else None
         self._times = ModelTimes(synchronize, make_event)
         self._own_hooks: list[RemovableHandle] = []
-        self._graphs: GraphedForward | None = None
+        self._graphs = None
         self._snapshot, self._close = loaded.snapshot, loaded.close
         adapted = bool(loaded.snapshot.adapted)
         self._window = Window(
@@ -180,8 +183,8 @@ class InferenceEngine(nn.Module):
         # No weights are gathered here, so a rank whose request was rejected has no gathers to join.
         own = (self._window, self._fused, self.call_lock, lambda: False)
         if self._exchange is not None:
-            steps = ExpertForwards(self.module, self._exchange, self._device)
-            return SharedCalls(*own, self._exchange.group, steps, self._profiler.phase)
+            experts = ExpertForwards(self.module, self._exchange, self._device)
+            return SharedCalls(*own, self._exchange.group, experts, self._profiler.phase)
         if loaded.slices is not None:
             steps = LayerwiseForwards(
                 loaded.info.structure,

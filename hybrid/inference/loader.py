@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -151,7 +152,7 @@ class CheckpointWeights:
 
     def _converted(self, first: str, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
         """The model's tensors, by name, that the transform with key `first` makes.  read: by the checkpoint's names."""
-        transform = copy.deepcopy(self.transforms[first])
+        transform: Any = copy.deepcopy(self.transforms[first])
         for key, pattern in self.sources[first]:
             transform.add_tensor(first, key, pattern, partial(read, key))
         converted = transform.convert(first, model=self.model, config=getattr(self.model, "config", None))

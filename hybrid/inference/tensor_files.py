@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 # Classes in DeepSpeed's own checkpoints, in addition to tensors (0.19.8).
 DEEPSPEEDS = [DynamicLossScaler, LossScaler, ZeroStageEnum]
 # The exceptions of torch.load for a file that is not a valid pickle.
-DAMAGED = (RuntimeError, OSError, EOFError, pickle.UnpicklingError, ValueError, LookupError, TypeError, AttributeError)
-DAMAGED += (AssertionError, struct.error)
+DAMAGED: tuple[type[Exception], ...] = (RuntimeError, OSError, EOFError, pickle.UnpicklingError, ValueError)
+DAMAGED += (LookupError, TypeError, AttributeError, AssertionError, struct.error)
 WRAPPERS = ("module", "model", "state_dict")  # keys under which a saved dictionary may hold the state dict
 
 

@@ -21,6 +21,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,7 +40,8 @@ _pointer, _int, _double = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 def read_records(header: str) -> dict[str, type[ctypes.Structure]]:
     """The structs of a C++ header as ctypes types, by name, in order. Raises KeyError for a field of unknown type."""
-    types, records = {"int64_t": _int, "double": _double}, {}
+    types: dict[str, Any] = {"int64_t": _int, "double": _double}
+    records: dict[str, type[ctypes.Structure]] = {}
     for struct, body in re.findall(r"^struct (\w+) \{(.*?)^\};", re.sub("//.*", "", header), re.DOTALL | re.MULTILINE):
         fields = []
         for declaration in body.split(";")[:-1]:

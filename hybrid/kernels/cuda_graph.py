@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -21,9 +22,9 @@ class DeviceCapture:
     All of its graphs are captured on one stream and share one memory pool: replay them one after the other.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.stream: torch.cuda.Stream | None = None
-        self.pool: object | None = None
+        self.pool: Any = None  # torch's handle of the memory pool
 
     def __call__(self, run: Run) -> Run:
         """Capture `run`, and return the function that replays it.
@@ -106,7 +107,7 @@ class GraphedForward:
         self.module, self.graphs = module, Graphs(max_graphs, capture)
         self.captured: dict[tuple, CapturedForward] = {}
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output, in new tensors.
 
         Raises NotImplementedError for inputs or outputs other than tensors and plain values, or if capturing fails.

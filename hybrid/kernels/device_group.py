@@ -23,6 +23,8 @@ class DeviceGroup(InferenceGroup):
     dtype: of the sums that go through symmetric memory.
     """
 
+    tensor: "DeviceGroup"
+
     def __init__(self, group: InferenceGroup, dtype: torch.dtype, device: torch.device):
         self.size, self.index, self.number, self.group = group.size, group.index, group.number, group.group
         self.dtype, self.device = dtype, device

@@ -22,6 +22,8 @@ class HostGroup(InferenceGroup):
     record: the group as the CPU kernels know it.
     """
 
+    tensor: "HostGroup"
+
     def __init__(self, group: InferenceGroup):
         self.size, self.index, self.number, self.group = group.size, group.index, group.number, group.group
         self.tensor = self if group.tensor is group else HostGroup(group.tensor)

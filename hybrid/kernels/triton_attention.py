@@ -7,6 +7,7 @@ and bfloat16, and without soft caps and ALiBi.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -553,5 +554,5 @@ class TritonAttention:
         tables = batch.lengths, batch.block_tables, self.workspace
         return decode_attention(q, kv.addresses, *tables, *self._features(window, bias))
 
-    def _features(self, window: int, bias: torch.Tensor | None) -> tuple[float, float, int, torch.Tensor | None, bool]:
+    def _features(self, window: int, bias: torch.Tensor | None) -> tuple[Any, ...]:
         return self.settings.scale, self.settings.softcap, window, bias, self.settings.rounded

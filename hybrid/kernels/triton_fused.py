@@ -129,7 +129,7 @@ def add_norm(
     block = triton.next_power_of_2(width)
     weights = [x if vector is None else vector for vector in (post_weight, residual, weight, bias)]
     strides = (x.stride(0), 0 if residual is None else residual.stride(0))
-    features = {"HAS_POST": post_weight is not None, "HAS_RESIDUAL": residual is not None}
+    features: dict[str, int] = {"HAS_POST": post_weight is not None, "HAS_RESIDUAL": residual is not None}
     features |= {"HAS_NORM": weight is not None, "HAS_BIAS": bias is not None, "CENTERED": centered}
     features |= {"FLOAT32_WEIGHT": float32_weight or centered, "num_warps": 4 if block <= 4096 else 8}
     _add_norm_kernel[(rows,)](
@@ -375,11 +375,15 @@ def rope_and_write(
     tables = (rows, rows) if cos is None else (cos, sin)
     tensors = (q, k, v, *weights, *tables, rows, slot_mapping, q_out, kv.addresses)
     strides = (q.stride(0), k.stride(0), v.stride(0))
-    sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "ROTARY": rotary}
-    sizes |= {"Q_BLOCKS": q_blocks, "KV_BLOCKS": kv_blocks, "BLOCK_H": HEAD_BLOCK}
-    features = {"INTERLEAVED": interleaved, "HAS_NORM": norm is not None, "FLOAT32_WEIGHT": float32_weight}
+    constants = {"HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "ROTARY": rotary}
+    constants |= {"Q_BLOCKS": q_blocks, "KV_BLOCKS": kv_blocks, "BLOCK_H": HEAD_BLOCK}
+    features: dict[str, int] = {
+        "INTERLEAVED": interleaved,
+        "HAS_NORM": norm is not None,
+        "FLOAT32_WEIGHT": float32_weight,
+    }
     features |= {"WHOLE_ROW": whole_row, "BLOCK_ROW": 1024}
     _rope_and_write_kernel[(tokens, q_blocks + 2 * kv_blocks)](
-        *tensors, *strides, eps, offset, **sizes, **features, BLOCK_D=triton.next_power_of_2(head_dim)
+        *tensors, *strides, eps, offset, **constants, **features, BLOCK_D=triton.next_power_of_2(head_dim)
     )
     return q_out

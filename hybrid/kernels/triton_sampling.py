@@ -60,12 +60,18 @@ MIX_2 = tl.constexpr(0x94D049BB133111EB)
 class Settings(Protocol):
     """What is read of `SamplingMetadata` of hybrid/generation/sampler.py, which lies in a layer above."""
 
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    min_new_tokens: int
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def min_p(self) -> float: ...
+    @property
+    def repetition_penalty(self) -> float: ...
+    @property
+    def min_new_tokens(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -599,4 +605,5 @@ def sample(
         num_warps=8,
         maxnreg=255,  # else ptxas (triton 3.7.1) chooses 128 for sm_80 and spills
     )
-    return tokens, *logprobs.unbind()
+    sampling, old, raw = logprobs.unbind()
+    return tokens, sampling, old, raw

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -103,9 +104,9 @@ class LayoutReader:
             if is_set(self.config):
                 raise self._unsupported(f"{setting} is not supported")
         self.outer = {role: path for role, path in family.outer.items() if has(model, path)}
+        layers: Any = model.get_submodule(family.layers)  # an nn.ModuleList
         self.layers = [
-            (layer, next(roles for roles in family.layer if not map_misfits(roles, layer, "")))
-            for layer in model.get_submodule(family.layers)
+            (layer, next(roles for roles in family.layer if not map_misfits(roles, layer, ""))) for layer in layers
         ]
         self.rotary_keys = ["rope" if family.rotary else ""] * self.config.num_hidden_layers
         if family.rotaries is not None:
@@ -231,7 +232,7 @@ class LayoutReader:
 
 def refs(root: nn.Module, roles: Roles, spec: DecoderSpec) -> dict[str, ParamRef]:
     """The ParamRefs of `roles` under `root`, by "<role>.weight" and "<role>.bias"."""
-    by_role = {}
+    by_role: dict[str, ParamRef] = {}
     for names, value in roles.items():
         if isinstance(value, Packed):
             for role, pick in zip(names.split(), value.split(spec), strict=True):

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+RopeTable = Callable[[torch.Tensor, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
+
 
 class UnsupportedModel(ValueError):
     """No family describes this model or a part of it. `coverage()` shows the message as the reason."""
@@ -131,4 +133,4 @@ class DecoderLayout:
     spec: DecoderSpec
     layers: tuple[dict[str, ParamRef], ...]
     outer: dict[str, ParamRef]
-    rotary: dict[str, Callable[[torch.Tensor, torch.dtype], tuple[torch.Tensor, torch.Tensor]]]
+    rotary: dict[str, RopeTable]

@@ -117,7 +117,8 @@ def read_tp_plan(model: nn.Module) -> TensorPlan:
         if style is not None or named:
             parent, _, leaf = (name, "", "") if named else name.rpartition(".")
             blocks.setdefault(parent, {})[leaf] = share_of(module, style or Style(), named)
-    shares, attentions = [], []
+    shares: list[Share] = []
+    attentions = []
     for parent, block in blocks.items():
         if None in block.values():
             continue

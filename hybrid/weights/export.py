@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import peft
 import torch
@@ -52,7 +53,7 @@ def save_pretrained(
         )
     if not merged and not isinstance(model, peft.PeftModel):
         raise ValueError(f"save_pretrained: merged=False given for a {type(base).__name__} without PEFT's adapters")
-    layers = iter(merged_layers(base, override) if merged else [adapter_tensors(model, override)])
+    layers: Iterator[Any] = iter(merged_layers(base, override) if merged else [adapter_tensors(model, override)])
     first, error = dist.get_rank() == 0, None
     try:
         if first:
@@ -187,7 +188,7 @@ def gather(saved: SavedModule, owners: dict[nn.Parameter, str], override: Overri
     """The gathered parameters from which a module's tensors are made, without those that another module owns. A
     collective; empty on all ranks but 0."""
     if saved.is_merged:
-        params = dict.fromkeys((*saved.adapted.sources.values(), *saved.adapted.adapter_params()))
+        params = list(dict.fromkeys((*saved.adapted.sources.values(), *saved.adapted.adapter_params())))
     else:
         params = [param for key, param in saved.params.items() if owners[param] == joined(saved.name, key)]
     return {param: value for param in params if (value := read(param, override)) is not None}
@@ -221,7 +222,7 @@ def owners_of(layers: list[list[SavedModule]], tied: set[str]) -> dict[nn.Parame
     return owners
 
 
-def adapter_tensors(model: peft.PeftModel, override: Override | None) -> Tensors:
+def adapter_tensors(model: nn.Module, override: Override | None) -> Tensors:
     """The tensors of PEFT's adapter files, and every other trainable parameter. A collective; empty on all ranks but
     0."""
     marks = (model.base_model.prefix, "modules_to_save.", "trainable_tokens_")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -9,11 +10,14 @@ from deepspeed import zero
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch import nn
 
 from hybrid.kernels.host_memory import HostMemory
 from hybrid.models.modules import whole_shape
 
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renamed it
+
+Param = TypeVar("Param", bound=torch.Tensor)
 
 
 def is_partitioned(param: torch.Tensor) -> bool:
@@ -26,7 +30,7 @@ def whole_bytes(param: torch.Tensor) -> int:
     return whole_shape(param).numel() * param.element_size()
 
 
-def missing(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def missing(params: Iterable[Param]) -> list[Param]:
     """Those of `params` that are not gathered now.
 
     Parameters that the caller has gathered or that ZeRO-3 keeps gathered (persistent ones) are left out: DeepSpeed
@@ -99,13 +103,13 @@ class Fetch:
     `wait` returns.
     """
 
-    def __init__(self, storage: dict[torch.Tensor, torch.Tensor], host: HostMemory | None = None):
+    def __init__(self, storage: dict[nn.Parameter, torch.Tensor], host: HostMemory | None = None):
         self.storage, self.host = storage, host
         absent = set(missing(storage))
         direct = {param for param in absent if has_plain_shard(param)}
         self.through_deepspeed = [param for param in storage if param not in direct]
         self.nbytes = sum(map(whole_bytes, absent))
-        self.staged: dict[torch.Tensor, torch.Tensor] = {}  # targets of all-gathers that write padding too
+        self.staged: dict[nn.Parameter, torch.Tensor] = {}  # targets of all-gathers that write padding too
         self.works: list[dist.Work] = []
         for param in storage:
             if param in direct and host:
@@ -137,7 +141,7 @@ class Fetch:
             for param in self.through_deepspeed:
                 whole_in(self.storage[param], param).copy_(param)
 
-    def _bring(self, param: torch.Tensor) -> list[dist.Work]:
+    def _bring(self, param: nn.Parameter) -> list[dist.Work]:
         """Start the all-gather of one parameter; the returned works are to be waited for.
 
         Over gloo each rank sends its shard to every other rank: the same bytes as all_gather, which copies every shard

@@ -38,7 +38,8 @@ class HostTensors:
     """
 
     def __init__(self, device: torch.device):
-        self.device, self.moved = device, []
+        self.device = device
+        self.moved: list[Any] = []
 
     def nbytes(self) -> int:
         """Bytes whose content is in host memory."""

@@ -5,7 +5,7 @@ A module with an int8 parameter `name` has its scales in the buffer `name_scale`
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -158,7 +158,7 @@ class Int8Experts:
             params.update(narrow)
 
 
-def is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> "TypeGuard[nn.Linear | Conv1D | Int8Linear]":
     """Whether a module is a plain linear layer. Other subclasses are not: they may compute something else, or other
     code may read their weight. FalconLinear differs only in rounding."""
     return type(module) in (nn.Linear, Conv1D, FalconLinear, Int8Linear)
@@ -171,7 +171,7 @@ def expert_matrices(module: nn.Module) -> list[str]:
     return [name for name, param in params if param is not None and param.dim() == 3 and len(param) == count]
 
 
-def quantizable(model: nn.Module) -> dict[str, nn.Module]:
+def quantizable(model: nn.Module) -> "dict[str, nn.Linear | Conv1D | Int8Linear]":
     """The layers of a model that can be quantized, by name: linear layers whose weight no other module shares."""
     owners: dict[int, int] = {}
     for module in model.modules():
@@ -205,6 +205,7 @@ def in_int8(model: nn.Module, groups: int) -> dict[str, WeightLoader]:
     loaders: dict[str, WeightLoader] = {}
     for name, linear in quantizable(model).items():
         parent, _, child = name.rpartition(".")
+        assert not isinstance(linear, Int8Linear), f"{name} is quantized already"
         layer = Int8Linear(linear, groups)
         loaders[f"{name}.weight"] = layer.load_weight
         setattr(model.get_submodule(parent), child, layer)

@@ -322,6 +322,6 @@ class RoundedForward:
                 adapted.merge(adapted.sources, merged)
                 tensors |= merged
             weight, bias = tensors["weight"], tensors.get("bias")
-        weight = weight.T if isinstance(plain, Conv1D) else weight
-        rounded = dequantized(*quantized(weight, 1, torch.float32)).to(x.dtype)
+        matrix = weight.T if isinstance(plain, Conv1D) else weight
+        rounded = dequantized(*quantized(matrix, 1, torch.float32)).to(x.dtype)
         return F.linear(x, rounded, None if bias is None else bias.to(x.dtype))

@@ -23,7 +23,7 @@ from hybrid.weights.offload import TrainingStates
 from hybrid.weights.snapshot import Snapshot
 
 
-class InferenceOnly(dict):
+class InferenceOnly(dict[Any, Any]):
     """Replaces the `state_dict` hooks of a module inside a window. The module then holds inference's weights, so a
     `state_dict`, a copy or a pickle of it raises RuntimeError."""
 
@@ -246,8 +246,8 @@ def restore(replaced: Sequence[Table]) -> None:
 
 
 @contextmanager
-def disabled(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside the block PEFT's adapters in `layers` are disabled.
+def disabled(layers: Iterable[Any]) -> Iterator[None]:
+    """Inside the block PEFT's adapters in `layers`, BaseTunerLayers, are disabled.
 
     Only the flag is set: PEFT's `enable_adapters` would also change which parameters require gradients (0.21).
     """

@@ -233,7 +233,7 @@ class PeftLinear(PeftAdapted):
     def merge(self, base: dict[str, torch.Tensor], into: dict[str, torch.Tensor], whole: Whole = itself) -> None:
         super().merge(base, into, whole)
         if "bias" in into:
-            bias = base["bias"].float() if "bias" in base else 0.0
+            bias = base["bias"].float() if "bias" in base else torch.zeros_like(into["bias"], dtype=torch.float32)
             for params in self.active_params():
                 if params.bias is not None:
                     bias = bias + params.scale * whole(params.bias).float()
@@ -339,7 +339,7 @@ def read_adapters(model: nn.Module) -> list[Adapted]:
                 f"adapter {name!r} is {config.peft_type} and cannot be merged for generation; what can: {MERGEABLE}"
             )
     adapted: list[Adapted] = []
-    inner: set[nn.Module] = set()  # tuner layers inside an adapted module that is already listed
+    inner: set[object] = set()  # tuner layers inside an adapted module that is already listed
     for name, module in model.named_modules():
         if module in inner or isinstance(module, TrainableTokensLayer):
             continue

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, repeat
 from operator import getitem, is_, setitem
+from typing import Any
 from weakref import ref
 
 from torch import nn
@@ -36,7 +37,9 @@ class ModuleTree:
     def _list(self) -> None:
         self.modules = list(self.model.modules())
         self.states = [module.__dict__ for module in self.modules]
-        self.tables = [table for module in self.modules for table in (module._modules, module._parameters)]
+        self.tables: list[dict[str, Any]] = [
+            table for module in self.modules for table in (module._modules, module._parameters)
+        ]
         self.content = list(self._content())
         self.switchers = [module for module in self.modules if type(module).train is not nn.Module.train]
 
@@ -106,7 +109,7 @@ class EngineHooks:
                     self.tables.append(table)
                     self.own.append(own)
         self.counts, self.next_id = list(map(len, self.tables)), RemovableHandle.next_id
-        self.empty = [OrderedDict() for _ in self.tables]
+        self.empty: list[dict] = [OrderedDict() for _ in self.tables]
 
     def _is_current(self) -> bool:
         if self.counts is None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from torch import nn
 
 from hybrid.weights.gather import own_shard
 from hybrid.weights.slices import Slice
@@ -19,7 +20,7 @@ class Runs(NamedTuple):
     j·target_step` of the slice. Runs do not overlap: `width` <= `stride`.
     """
 
-    count: int
+    count: int  # type: ignore[assignment]  # not tuple.count
     width: int
     first: int
     stride: int
@@ -81,7 +82,7 @@ def runs_between(source: torch.Tensor, target: torch.Tensor) -> Runs | None:
     (count, stride, target_stride), (width, _, target_step) = dims[:2]
     if len(dims) > 2 or stride < width:
         return None
-    first, to = source.storage_offset(), target.storage_offset()
+    first, to = int(source.storage_offset()), int(target.storage_offset())
     return Runs(count, width, first, stride, to, target_stride, target_step)
 
 
@@ -97,7 +98,7 @@ def runs_of(part: Slice, shape: torch.Size) -> list[Runs] | None:
 
 
 Layout = list[list[list[Runs]]]  # of a parameter, by index in an inference group: the runs of each of its slices
-Transfer = tuple[torch.Tensor, int, Runs]  # a parameter, the number of a slice of it, and elements of both
+Transfer = tuple[nn.Parameter, int, Runs]  # a parameter, the number of a slice of it, and elements of both
 
 
 def layout_of(shape: torch.Size, parts: list[Slice], size: int) -> Layout | None:
@@ -129,9 +130,9 @@ def group_ranks(param: torch.Tensor) -> list[int]:
     return dist.get_process_group_ranks(param.ds_process_group)
 
 
-def exchanges_of(layouts: dict[torch.Tensor, Layout]) -> "list[SliceExchange]":
+def exchanges_of(layouts: dict[nn.Parameter, Layout]) -> "list[SliceExchange]":
     """Exchanges of partitioned parameters, one for each process group and dtype."""
-    kinds: dict[tuple, dict[torch.Tensor, Layout]] = {}
+    kinds: dict[tuple, dict[nn.Parameter, Layout]] = {}
     for param, layout in layouts.items():
         kinds.setdefault((param.ds_process_group, param.ds_tensor.dtype), {})[param] = layout
     return [SliceExchange(alike) for alike in kinds.values()]
@@ -144,7 +145,7 @@ class SliceExchange:
         ranks. Starts a collective of the process group, which `finish` ends: every rank must pass the same parameters.
     """
 
-    def __init__(self, layouts: dict[torch.Tensor, Layout]):
+    def __init__(self, layouts: dict[nn.Parameter, Layout]):
         self.layouts = layouts
         first = next(iter(layouts))
         self.ranks, self.own = group_ranks(first), dist.get_rank(first.ds_process_group)
@@ -170,7 +171,7 @@ class SliceExchange:
                     for piece in runs.within(sender * size, (sender + 1) * size):
                         yield param, number, piece
 
-    def finish(self, slices: dict[torch.Tensor, list[torch.Tensor | None]]) -> int:
+    def finish(self, slices: dict[nn.Parameter, list[torch.Tensor | None]]) -> int:
         """Wait, and copy what came into the slices, which are contiguous; padding becomes 0. Gives the bytes received.
 
         slices: of each parameter, in the order of its layout; None: another rank has all of it.

@@ -115,7 +115,7 @@ class Cut:
     kv_heads: int = 0
     experts: Shard = WHOLE
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         assert self.kind in ("rows", "columns", "halves", "kv", "once"), f"{self.kind!r} is not a cut"
 
     @property

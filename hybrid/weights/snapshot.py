@@ -61,7 +61,7 @@ class GroupRefresh:
     temporary_nbytes: int = field(init=False)
     gathered_bytes: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.temporary_nbytes = self.fetch.staging_nbytes + sum(exchange.nbytes for exchange in self.exchanges)
 
 
@@ -463,7 +463,9 @@ class Snapshot:
     def _part(self, owner: Owner, ref: ParamRef) -> torch.Tensor | None:
         """What is kept of `owner` at `ref`; the parameter itself if nothing is."""
         parts = self.parts.get(owner)
-        return parts[self.slices[ref].key if ref in self.slices else WHOLE_KEY] if parts else owner
+        if not parts:
+            return owner  # type: ignore[return-value]  # merged weights have parts: this is a parameter
+        return parts[self.slices[ref].key if ref in self.slices else WHOLE_KEY]
 
     def lora_deltas(self, ref: ParamRef, adapted: Adapted, adapters: bool) -> list[LowRank]:
         """The unmerged low-rank deltas to the weight at `ref` of `adapted`, with b's rows those of `ref`."""

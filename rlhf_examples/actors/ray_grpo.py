@@ -37,9 +37,9 @@ class RankActor:
 
     def __init__(self, args: RayGRPOArguments, rank: int):
         self.args, self.rank = args, rank
-        self.learner: Learner | None = None
-        self.rollout: Rollout | None = None  # the latest one; it stays on its rank
-        self.scores: Tensor | None = None
+        self.learner: Learner  # made by `start`
+        self.rollout: Rollout  # the latest one; it stays on its rank
+        self.scores: Tensor
 
     def address(self) -> tuple[str, int]:
         """This machine's address and a free port of it, for rank 0 to be found."""

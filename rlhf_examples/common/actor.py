@@ -9,13 +9,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 import hybrid
-from rlhf_examples.common.arguments import EvaluateArguments, PairsArguments, RolloutArguments, RunArguments
+from rlhf_examples.common.arguments import RolloutArguments, RunArguments
 from rlhf_examples.common.best_model import BestModel
 from rlhf_examples.common.checkpoint import Checkpoints, Stateful
 from rlhf_examples.common.ema import MovingAverage
@@ -248,7 +249,7 @@ class Evaluation:
     tokenizer: PreTrainedTokenizerBase
     prompts: list[Row]
     rewards: list[Rewards]
-    args: RolloutArguments | EvaluateArguments | PairsArguments
+    args: Any  # RolloutArguments, EvaluateArguments or PairsArguments
     num_generations: int = 1
     greedy: bool = False
     pass_at_k: tuple[int, ...] = ()
@@ -285,7 +286,7 @@ class Evaluation:
         own = rank_share([*self.prompts, *padding])
         params = sampling(self.args, sampling_seed(self.args.seed, draw))
         completions, own_scores = self.scored(own, replace(params, temperature=0.0) if self.greedy else params)
-        columns = {"": completions, **own_scores}
+        columns: dict[str, list] = {"": completions, **own_scores}
         from_ranks = gather_objects({name: in_groups(column, n) for name, column in columns.items()})
         groups = {name: interleaved(of_rank[name] for of_rank in from_ranks)[:count] for name in columns}
         texts = [text for group in groups.pop("") for text in group]
@@ -305,13 +306,14 @@ class Evaluation:
             row_ids = rank_row_ids(len(own))
             batch = roll_out(self.policy, self.tokenizer, own, row_ids, params, self.num_generations)
         completions = decode_completions(self.tokenizer, batch)
-        columns, prompts = {}, [row for row in own for _ in range(self.num_generations)]
+        prompts = [row for row in own for _ in range(self.num_generations)]
+        columns: dict[str, list[float]] = {}
         for rewards in self.rewards:
             by_name = rewards.scores_by_name(batch, prompts, completions)
             columns |= {
                 f"eval_{name}" if name in columns else name: values.tolist() for name, values in by_name.items()
             }
-        return completions, columns
+        return [*completions], columns
 
     def before_training(self, directory: Path, resumed: bool) -> dict:
         """The evaluation before the first update; a resumed run reads the saved one."""

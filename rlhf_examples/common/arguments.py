@@ -68,7 +68,7 @@ class DataArguments:
         "", 'JSON object of arguments for the chat template, such as {"enable_thinking": false}'
     )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         RecordFormat.from_args(self)  # raises ValueError for an invalid format
 
 
@@ -128,7 +128,7 @@ class RunArguments(DataArguments):
     print_every: int = arg(10, "iterations between tables of metrics in the terminal; 0: none")
     report_to: list[str] = list_arg(["tensorboard"], "tensorboard, trackio, wandb; metrics.jsonl is always written")
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_report_to(self.report_to)
         require_choices(
             self,
@@ -180,7 +180,7 @@ class TrainArguments(RunArguments):
     lora_dim: int = arg(0, "rank of a PEFT LoRA; 0: full fine-tuning")
     lora_module_name: str = arg("all-linear", "PEFT's target_modules: all-linear, or names separated by commas")
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         require_choices(self, zero_stage=(0, 1, 2, 3))
         require_range(
@@ -202,7 +202,7 @@ class SFTArguments(TrainArguments):
         False, "pack several records into a sequence of max_seq_len tokens, without attention between them"
     )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.packing and (self.streaming or not self.padding_free):
             raise ValueError(
@@ -221,7 +221,7 @@ class RewardModelArguments(TrainArguments):
         "last", "pairwise loss of the last tokens' scores (last), or DeepSpeed-Chat's over all tokens (tokenwise)"
     )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         require_choices(self, loss_form=("last", "tokenwise"))
 
@@ -315,7 +315,7 @@ class RolloutArguments(RunArguments):
     pass_at_k: list[int] = list_arg([], "values of k for pass@k on held-out prompts")
     pass_score: float = arg(1.0, "minimum score of a completion that passes")
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.reward_weights and len(self.reward_weights) != len(self.reward):
             raise ValueError(
@@ -386,7 +386,7 @@ class PPOArguments(RolloutArguments):
     unsupervised_data_path: list[str] = list_arg([], "pretraining texts for the ptx loss; empty: none")
     unsup_coef: float = arg(27.8, "weight of the ptx loss")
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         require_choices(self, critic_zero_stage=(0, 1, 2, 3))
         require_range(self, ppo_epochs=(1, None))
@@ -431,7 +431,7 @@ class GRPOArguments(RolloutArguments):
         "last tokens of max_answer_seq_len over which a length penalty rises to 1 (DAPO's overlong punishment); 0: off",
     )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         require_choices(
             self,
@@ -466,7 +466,7 @@ class AgentArguments(GRPOArguments):
     step_timeout_s: float = arg(60.0, "timeout of an environment's reset or step, in seconds")
     overlap_rewards: bool = arg(False, "not used: an environment rewards its conversations while others decode")
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in NOT_OF_ENVIRONMENTS:
             if value := getattr(self, name):
                 raise ValueError(f"{name}: {value} given; prompts and rewards are the environment's: leave it out")
@@ -489,7 +489,7 @@ class GenerationArguments(DataArguments):
     dtype: str = arg("float32", "float32 or bfloat16")
     attn_implementation: str = arg("", ATTENTION)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         require_choices(self, dtype=("float32", "bfloat16"), zero_stage=(0, 3))
         require_attention_of_dtype(self)
@@ -514,7 +514,7 @@ class EvaluateArguments(GenerationArguments):
     num_samples: int = arg(4, "prompts whose completions are shown")
     output_file: str = arg("", "JSON file for the results; empty: none")
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         require_pass_at_k(self)
 
@@ -544,7 +544,7 @@ class ThroughputArguments(GenerationArguments):
     per_device_generation_batch_size: int = arg(32, "prompts per rank")
     rounds: int = arg(3, "measurements of each, in alternation")
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require_choices(self, dtype=("float32", "bfloat16"))
         require_attention_of_dtype(self)
 
@@ -568,7 +568,7 @@ class PipelineArguments:
     summary: dict = field(default_factory=dict, init=False)
     servers: dict = field(default_factory=dict, init=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require_resume_or_overwrite(self)
 
 
@@ -590,7 +590,7 @@ class ChatArguments:
     dtype: str = arg("float32", "float32, bfloat16 or int8")
     attn_implementation: str = arg("", ATTENTION)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require_choices(self, dtype=("float32", "bfloat16", "int8"))
         require_attention_of_dtype(self)
         RecordFormat(chat_template_kwargs=self.chat_template_kwargs)  # raises ValueError unless it is a JSON object
@@ -722,7 +722,8 @@ def arguments_of(kind: type[Arguments], settings: dict[str, Any], flags: list[st
 
     Raises ValueError for an unknown name, with the nearest known one, and for a value of the wrong type.
     """
-    names = [field.name for field in fields(kind)]
+    dataclass_type: Any = kind
+    names = [field.name for field in fields(dataclass_type)]
     for key in settings:
         require_key(key, names)
     settings = in_lists(kind, settings)
@@ -736,7 +737,7 @@ def arguments_of(kind: type[Arguments], settings: dict[str, Any], flags: list[st
         if flag.startswith("--"):
             # The parser takes both spellings, and `--no_flag` for what is true by default.
             require_key(flag[2:].partition("=")[0].replace("-", "_"), [*names, *(f"no_{name}" for name in names)])
-    parser = Parser(kind)
+    parser = Parser(dataclass_type)
     parser.set_defaults(**settings)
     (arguments,) = parser.parse_args_into_dataclasses(args=flags or [])
     return arguments

@@ -6,10 +6,12 @@ B rows of T columns, prompt and completion together; rows may be padded on the l
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedConfig
 
 import hybrid
 from rlhf_examples.common.losses import entropy_of, upcast
@@ -30,7 +32,8 @@ def balanced_batches(lengths: Sequence[int] | torch.Tensor, num_batches: int) ->
     lengths = torch.as_tensor(lengths).tolist()
     if len(lengths) < num_batches:
         raise ValueError(f"num_batches: {num_batches} given for {len(lengths)} rows; every batch needs a row")
-    batches, tokens = [[] for _ in range(num_batches)], [0] * num_batches
+    tokens = [0] * num_batches
+    batches: list[list[int]] = [[] for _ in tokens]
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
         fewest = min(range(num_batches), key=lambda batch: (tokens[batch], len(batches[batch]), batch))
         batches[fewest].append(row)
@@ -143,7 +146,7 @@ def forward_replaced(module: nn.Module, forward: Callable) -> Iterator[None]:
             module.forward = own
 
 
-def logits_after_head(config) -> Callable[[torch.Tensor], torch.Tensor]:
+def logits_after_head(config: PreTrainedConfig) -> Callable[[torch.Tensor], torch.Tensor]:
     """What a Hugging Face model applies to its head's logits: Gemma's soft cap, Granite's and Cohere's scales."""
     cap = getattr(config, "final_logit_softcapping", None)
     scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
@@ -155,7 +158,7 @@ def logits_after_head(config) -> Callable[[torch.Tensor], torch.Tensor]:
     return after_head
 
 
-def packed_forward(engine: nn.Module, sequences: torch.Tensor, mask: torch.Tensor, **kwargs):
+def packed_forward(engine: nn.Module, sequences: torch.Tensor, mask: torch.Tensor, **kwargs: Any) -> Any:
     """The output of a Hugging Face decoder for rows packed by `pack_rows`; its per-token tensors are [1, total, ...].
 
     engine: the model, or a DeepSpeed engine with it. sequences, mask [B, T]; kwargs: other arguments of the model's
@@ -198,7 +201,8 @@ def per_token_logps_and_entropies(
         chunk_size,
         logits_after_head(model.config),
     )
-    return tuple(values.new_zeros(mask.shape).index_put((rows, columns + 1), values) for values in per_target)
+    logps, entropies = (values.new_zeros(mask.shape).index_put((rows, columns + 1), values) for values in per_target)
+    return logps, entropies
 
 
 @torch.no_grad()

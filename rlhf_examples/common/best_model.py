@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from rlhf_examples.common.arguments import RunArguments
 from rlhf_examples.common.ranks import gather_objects
@@ -75,10 +76,10 @@ class BestModel:
             f"{self.waited} evaluations"
         )
 
-    def state_dict(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint."""
         return {"value": self.value, "iteration": self.iteration, "waited": self.waited}
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state from a checkpoint."""
         self.value, self.iteration, self.waited = state["value"], state["iteration"], state["waited"]

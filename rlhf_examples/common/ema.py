@@ -76,6 +76,7 @@ def local_partition(parameter: torch.nn.Parameter) -> torch.Tensor | None:
 def gather_full_tensor(parameter: torch.nn.Parameter, part: torch.Tensor | None) -> torch.Tensor:
     """All ranks' parts of a parameter put together, in its shape. Every rank takes part."""
     if hasattr(parameter, "ds_tensor"):
+        assert part is not None, "every rank has a part of a ZeRO-3 parameter"
         parts = torch.empty(dist.get_world_size() * part.numel(), device=part.device)
         dist.all_gather_into_tensor(parts, part)
         return parts[: parameter.ds_numel].view(parameter.ds_shape)
@@ -86,4 +87,5 @@ def gather_full_tensor(parameter: torch.nn.Parameter, part: torch.Tensor | None)
             full_tensor[address.start : address.start + address.numel] = part
         dist.all_reduce(full_tensor)
         return full_tensor.view(parameter.shape)
+    assert part is not None, "every rank has all of a parameter that is not partitioned"
     return part.view(parameter.shape)

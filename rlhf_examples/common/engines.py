@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, get_scheduler
 
 import hybrid
-from rlhf_examples.common.arguments import RunArguments
+from rlhf_examples.common.arguments import RolloutArguments, RunArguments, TrainArguments
 from rlhf_examples.common.batches import require_exact
 from rlhf_examples.common.ema import MovingAverage
 from rlhf_examples.common.models import LoRA, ValueModel
@@ -39,7 +39,9 @@ class Training:
     lora: LoRA
 
     @classmethod
-    def from_args(cls, args: RunArguments, role: str, micro_batch_size: int, total_steps: int) -> "Training":
+    def from_args(
+        cls, args: TrainArguments | RolloutArguments, role: str, micro_batch_size: int, total_steps: int
+    ) -> "Training":
         """From the arguments whose names begin with `role`: "actor_", "critic_" or nothing."""
         return cls(
             zero_stage=getattr(args, f"{role}zero_stage"),
@@ -120,7 +122,7 @@ def deepspeed_config(
     dtype: str, zero_stage: int, offload: bool = False, persistence_threshold: int = 0, micro_batch_size: int = 1
 ) -> dict[str, Any]:
     """The part of the DeepSpeed configuration that all engines share; models are loaded by it too."""
-    zero = {"stage": zero_stage, "stage3_param_persistence_threshold": persistence_threshold}
+    zero: dict[str, Any] = {"stage": zero_stage, "stage3_param_persistence_threshold": persistence_threshold}
     if offload and zero_stage:
         zero["offload_optimizer"] = {"device": "cpu"}
     if offload and zero_stage == 3:

@@ -3,6 +3,8 @@
 B rows of T columns, padded on either side or both; `width`: the number of completion columns, which are the last ones.
 """
 
+from typing import Any
+
 import torch
 
 import hybrid
@@ -29,9 +31,9 @@ def token_logps(
     if logit_chunk:
         targets_mask = torch.zeros_like(mask)
         targets_mask[:, -width:] = 1
-        settings = {"temperature": temperature, "chunk_size": logit_chunk, "padding_free": padding_free}
-        logps_and_entropies = per_token_logps_and_entropies(policy, sequences, mask, targets_mask, **settings)
-        return tuple(values[:, -width:] for values in logps_and_entropies)
+        settings: dict[str, Any] = {"temperature": temperature, "chunk_size": logit_chunk, "padding_free": padding_free}
+        logps, entropies = per_token_logps_and_entropies(policy, sequences, mask, targets_mask, **settings)
+        return logps[:, -width:], entropies[:, -width:]
     kept, targets = mask[:, -width:].bool(), sequences[:, -width:]
     logits = hybrid.padded_forward(policy.module, policy)(sequences, mask).logits[:, -width - 1 : -1] / temperature
     logps = hybrid.selective_log_softmax(logits, targets)

@@ -4,6 +4,7 @@ until every group has differing rewards.
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -102,13 +103,16 @@ def dynamic_sampling_groups(
     """
     num_generations, num_prompts = args.num_generations, args.per_device_generation_batch_size * dist.get_world_size()
     kept: Groups | None = None
-    rounds, num_sampled, num_scored, score_sum, timings, times = 0, 0, 0, 0.0, Counter(), Counter()
+    rounds, num_sampled, num_scored, score_sum = 0, 0, 0, 0.0
+    timings: Counter[str] = Counter()
+    times: Counter[str] = Counter()
     missing = num_prompts
     while kept is None or (missing > 0 and rounds < args.max_num_gen_batches):
         next_prompts = prompts.next(missing)
         own = next_groups(policy, tokenizer, next_prompts, num_sampled, iteration, args, rewards)
         phases.end("rollout")
         timings.update(own.batch.timings)
+        assert own.overlapped is not None, "groups are scored as they are sampled"
         scores = own.overlapped.scores_by_name(own.batch)
         times.update(own.overlapped.metrics())
         phases.end("rewards")
@@ -149,7 +153,8 @@ def gather_groups(own: Groups, prompts: list[Row], num_generations: int) -> Grou
     """
     rows = len(prompts) * num_generations
     ended = torch.tensor([reason == "stop" for reason in own.batch.finish_reason], device=own.batch.prompt_ids.device)
-    tensors = {name: gather_rows(value, num_generations)[:rows] for name, value in own.batch.tensors().items()}
+    own_tensors = own.batch.tensors().items()
+    tensors: dict[str, Any] = {name: gather_rows(value, num_generations)[:rows] for name, value in own_tensors}
     reasons = [
         "stop" if stopped else "length" for stopped in gather_rows(ended.byte(), num_generations)[:rows].tolist()
     ]
@@ -165,4 +170,4 @@ def groups_of_rank(groups: Groups, num_generations: int) -> Groups:
 
 
 # What a batch has of its rows' environments: nothing, in groups that ranks exchange.
-NO_TURNS = {"turn_rewards": [], "turn_seconds": [], "errors": []}
+NO_TURNS: dict[str, Any] = {"turn_rewards": [], "turn_seconds": [], "errors": []}

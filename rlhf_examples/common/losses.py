@@ -51,8 +51,8 @@ def mean_metrics(
     losses = list(losses)
     names, device = sorted(losses[0].sums), losses[0].loss.device
     cells = [values[name] for loss in losses for values in (loss.sums, loss.counts) for name in names]
-    cells = torch.stack([torch.as_tensor(cell, dtype=torch.float64, device=device) for cell in cells])
-    sums, counts = over_ranks(cells.view(len(losses), 2, len(names)).sum(dim=0))
+    table = torch.stack([torch.as_tensor(cell, dtype=torch.float64, device=device) for cell in cells])
+    sums, counts = over_ranks(table.view(len(losses), 2, len(names)).sum(dim=0))
     return dict(zip(names, (sums / counts.clamp(min=1)).tolist(), strict=True))
 
 
@@ -587,8 +587,9 @@ def grpo_loss(
     clip_masks = {"low_mean": is_low, "high_mean": is_high, "region_mean": is_low | is_high}
     counted = torch.ones_like(is_low) if by_sequence else kept
     sums = {f"clip_ratio/{name}": (clip_mask & counted).sum() for name, clip_mask in clip_masks.items()}
-    counts = dict.fromkeys(sums, counted.sum())
+    counts: dict[str, torch.Tensor | int] = dict.fromkeys(sums, counted.sum())
     if beta:
+        assert ref_logps is not None, "beta needs the reference's logprobs"
         kl = kl_k3(torch.where(kept, logps, 0.0), torch.where(kept, ref_logps, 0.0))
         kl = kl * ratio if use_bias_correction_kl else kl
         per_token = per_token + beta * kl

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ PEAKS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12
 class Phases:
     """Times the consecutive phases of an iteration on this rank, in seconds."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.start = self.last = time.perf_counter()
 
@@ -124,7 +125,7 @@ def scores_by_source(rows: list[dict], scores: Tensor, data_path: list[str]) -> 
     if len(data_path) < 2:
         return {}
     names = [data_source(row["source"], data_path) for row in rows]
-    sums = dict.fromkeys((f"{kind} {name}" for name in data_path for kind in ("sum", "count")), 0.0)
+    sums: dict[str, Any] = dict.fromkeys((f"{kind} {name}" for name in data_path for kind in ("sum", "count")), 0.0)
     for name, score in zip(names, scores.tolist(), strict=True):
         if not math.isnan(score):
             sums[f"sum {name}"] += score

@@ -103,7 +103,7 @@ def small_model(
 
 
 def load(
-    kind: type,
+    kind: Any,
     name: str,
     ds_config: dict[str, Any],
     new_prefix: str = "",
@@ -124,7 +124,8 @@ def load(
     """
     dtype = torch.bfloat16 if ds_config["bf16"]["enabled"] else torch.float32
     hf_ds_config = HfDeepSpeedConfig(ds_config)  # transformers holds a weak reference, so keep it alive while loading
-    error, model = "", None
+    error = ""
+    model: Any = None
     try:
         config = config or AutoConfig.from_pretrained(name)
         config = without_dropout(config) if disable_dropout else config
@@ -143,7 +144,7 @@ def load(
 
 
 def load_merged(
-    kind: type, name: str, ds_config: dict[str, Any], new_prefix: str = "", **kwargs: Any
+    kind: Any, name: str, ds_config: dict[str, Any], new_prefix: str = "", **kwargs: Any
 ) -> PreTrainedModel:
     """`load` of a whole model, or of a PEFT adapter that is merged into its base. Weights whose names begin with
     `new_prefix` are set to zero, unless the adapter has them.
@@ -189,7 +190,8 @@ def merge_adapter_weights(model: PreTrainedModel, name: str) -> PreTrainedModel:
     saved_modules = {own[key]: tensors.pop(key) for key in sorted(tensors.keys() & own.keys())}
     adapted = peft.get_peft_model(model, config)
     tensors = {f"base_model.model.{key}": value for key, value in tensors.items()}
-    unexpected = peft.set_peft_model_state_dict(adapted, tensors).unexpected_keys
+    loaded: Any = peft.set_peft_model_state_dict(adapted, tensors)
+    unexpected = loaded.unexpected_keys
     if unexpected or not tensors:
         raise ValueError(
             f"{name!r} is no adapter of a {type(model).__name__}: it has {', '.join(unexpected[:4]) or 'no weights'}"
@@ -234,7 +236,7 @@ def load_policy(
             f"lora_export: adapter given, and {name!r} is an adapter itself, and the new one needs it; give merged, "
             "or a whole model"
         )
-    settings = {"disable_dropout": disable_dropout, "attn_implementation": attn_implementation}
+    settings: dict[str, Any] = {"disable_dropout": disable_dropout, "attn_implementation": attn_implementation}
     model = load_merged(AutoModelForCausalLM, name, ds_config, **settings)
     checkpoint_gradients(model, gradient_checkpointing)
     return model if lora is None else lora.apply(model, "CAUSAL_LM")
@@ -266,7 +268,7 @@ class ValueModel(nn.Module):
         use_cache: bool = False,
         padding_free: bool = False,
         output_hidden_states: bool = False,
-    ):
+    ) -> TokenClassifierOutput:
         """The output's `logits` are [rows, tokens, 1].  input_ids, attention_mask int64 [rows, tokens], padded on
         either side.
 
@@ -378,6 +380,6 @@ def load_exported(name: str, ds_config: dict[str, Any], attn_implementation: str
     return peft.PeftModel.from_pretrained(base, name, autocast_adapter_dtype=False)
 
 
-def merged(model: nn.Module) -> PreTrainedModel:
+def merged(model: Any) -> Any:
     """`model` with its adapter merged into its weights, which must be whole; `model` itself without an adapter."""
     return model.merge_and_unload() if isinstance(model, peft.PeftModel) else model

@@ -3,6 +3,7 @@
 import queue
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -42,7 +43,7 @@ class OverlappedRewards:
         self.rewards, self.tokenizer, self.prompts, self.num_generations = rewards, tokenizer, prompts, num_generations
         self.on_rows = self.add if overlaps and rewards.functions else None
         self.columns = reward_columns(prompts)
-        self.completions: list[str | None] = [None] * len(prompts)
+        self.completions: list[Any] = [None] * len(prompts)  # texts; None until they are done
         self.scores: dict[str, list[float]] = {name: [torch.nan] * len(prompts) for name in rewards.functions}
         self.seconds, self.overlapped_s = 0.0, 0.0
         self._missing = [num_generations] * (len(prompts) // num_generations)
@@ -52,6 +53,7 @@ class OverlappedRewards:
 
     def add(self, batch: hybrid.RolloutBatch) -> None:
         """Take completions that are done; those that were taken before are left out. Call it from one thread."""
+        assert batch.row_index is not None, "the batch of a rollout has it"
         rows = batch.row_index.tolist()
         new = [index for index, row in enumerate(rows) if self.completions[row] is None]
         if not new:

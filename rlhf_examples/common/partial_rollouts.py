@@ -171,7 +171,8 @@ class PartialRollouts:
 
         numbers: the group of each row of the call.
         """
-        group = self.open[numbers[batch.row_index[0].item()]]
+        assert batch.row_index is not None, "the batch of a rollout has it"
+        group = self.open[numbers[int(batch.row_index[0])]]
         whole = Group(group.prompt, [*group.parts, batch])
         score([whole], rewards, tokenizer)
         group.scores = whole.scores
@@ -193,6 +194,7 @@ class PartialRollouts:
         if batch.unfinished is not None:
             self.numbers = [numbers[row] for row in batch.unfinished.row_index.tolist()]
         batch = replace(batch, unfinished=None, timings={}, **NO_TURNS)
+        assert batch.row_index is not None, "the batch of a rollout has it"
         of_group: dict[int, list[int]] = {}
         for index, row in enumerate(batch.row_index.tolist()):
             of_group.setdefault(numbers[row], []).append(index)
@@ -305,8 +307,9 @@ def dynamic_sampling_metrics(scored: list[Group], missing: int, rounds: int, nam
 
 def moved(group: Group, to: torch.device) -> Group:
     """A group whose completions and scores are on a device."""
-    parts = [
-        replace(part, **{name: value.to(to) for name, value in part.tensors().items() if name != "router_indices"})
-        for part in group.parts
-    ]
+    parts = []
+    for part in group.parts:
+        tensors = part.tensors().items()
+        on_device: dict[str, Any] = {name: value.to(to) for name, value in tensors if name != "router_indices"}
+        parts.append(replace(part, **on_device))
     return replace(group, parts=parts, scores={name: values.to(to) for name, values in group.scores.items()})

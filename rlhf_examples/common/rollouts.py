@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 import hybrid
-from rlhf_examples.common.arguments import EvaluateArguments, RolloutArguments
+from rlhf_examples.common.arguments import GenerationArguments, RolloutArguments
 from rlhf_examples.common.batches import balanced_batches
 from rlhf_examples.common.forwards import token_logps, token_logps_row_by_row
 from rlhf_examples.common.losses import importance_sampling_weights, loss_denominator
@@ -110,7 +110,7 @@ def gather_rows(own: torch.Tensor, num_generations: int) -> torch.Tensor:
     return by_rank.transpose(0, 1).reshape(gathered.shape)
 
 
-def sampling(args: RolloutArguments | EvaluateArguments, seed: int) -> hybrid.SamplingParams:
+def sampling(args: RolloutArguments | GenerationArguments, seed: int) -> hybrid.SamplingParams:
     """The sampling parameters of a run."""
     return hybrid.SamplingParams(
         max_new_tokens=args.max_answer_seq_len,
@@ -159,7 +159,8 @@ def with_turn_end(params: hybrid.SamplingParams, tokenizer: PreTrainedTokenizerB
 def pad_to_common_width(batch: hybrid.RolloutBatch, pad_token_id: int) -> hybrid.RolloutBatch:
     """`batch` with prompts padded on the left and completions on the right to the greatest widths of any rank."""
     widths = torch.tensor([batch.prompt_ids.shape[1], batch.completion_ids.shape[1]], device=batch.prompt_ids.device)
-    return batch.padded(*over_ranks(widths, dist.ReduceOp.MAX).tolist(), pad_token_id)
+    prompt_len, completion_len = over_ranks(widths, dist.ReduceOp.MAX).tolist()
+    return batch.padded(prompt_len, completion_len, pad_token_id)
 
 
 def decode_completions(tokenizer: PreTrainedTokenizerBase, batch: hybrid.RolloutBatch) -> list[str]:
@@ -277,7 +278,7 @@ def training_logps(policy: hybrid.HybridEngine, batch: hybrid.RolloutBatch, args
     width, size = batch.completion_mask.shape[1], forward_batch_size(args, batch.sequences.shape[1])
     parts = zip(batch.sequences.split(size), batch.attention_mask.split(size), strict=True)
     forward = (args.temperature, args.logit_chunk, args.padding_free)
-    return torch.cat([token_logps(policy, *part, width, *forward)[0] for part in parts])
+    return torch.cat([token_logps(policy, ids, mask, width, *forward)[0] for ids, mask in parts])
 
 
 class Numerics:
@@ -288,7 +289,12 @@ class Numerics:
     """
 
     def __init__(
-        self, policy: hybrid.HybridEngine, experience: Experience, step: OptimizerStep, control_rows: int, args
+        self,
+        policy: hybrid.HybridEngine,
+        experience: Experience,
+        step: OptimizerStep,
+        control_rows: int,
+        args: RolloutArguments,
     ):
         self.logps: list[torch.Tensor] = []
         self.micro_batches = list(step.micro_batches(experience))
@@ -313,7 +319,7 @@ class Numerics:
         )
         every = torch.ones_like(logps)
         error = torch.cat([((logps - old).exp() - 1).abs().flatten(), logps.new_zeros(1)]).max()
-        metrics = {"val/first_ratio_error": over_ranks(error, dist.ReduceOp.MAX).item()}
+        metrics: Metrics = {"val/first_ratio_error": over_ranks(error, dist.ReduceOp.MAX).item()}
         metrics |= hybrid.sampling_metrics(sampled, logps, every, over_ranks)
         difference = (sampled - logps).abs()
         metrics["sampling/sampling_logp_difference"] = Histogram.of(difference, LOGP_DIFFERENCE_EDGES, over_ranks)

@@ -22,7 +22,7 @@ from rlhf_examples.common.files import (
 )
 from rlhf_examples.common.ranks import barrier, gather_objects, is_main_process
 
-WRITTEN = (CHECKPOINTS, MODEL, AVERAGE, BEFORE, METRICS, SAMPLES, COMPLETIONS, SETTINGS, DONE, PAIRS)
+WRITTEN: tuple[str, ...] = (CHECKPOINTS, MODEL, AVERAGE, BEFORE, METRICS, SAMPLES, COMPLETIONS, SETTINGS, DONE, PAIRS)
 WRITTEN += ("tensorboard", "report.html")
 # Settings of output, checkpoints and timeouts, which do not change a run's results.
 WITHOUT_EFFECT = {"output_dir", "resume", "overwrite", "print_every", "report_to", "save_every", "keep_last"}

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch.distributed as dist
@@ -180,7 +181,7 @@ class RunLog:
         """
         if not self.is_main_process:
             return
-        columns = {"prompt": prompts, "before": before, "after": after}
+        columns: dict[str, list] = {"prompt": prompts, "before": before, "after": after}
         columns |= {"reward_before": rewards_before} if rewards_before is not None else {}
         columns |= {"reward_after": rewards_after} if rewards_after is not None else {}
         samples = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
@@ -212,9 +213,11 @@ class ProgressLines:
 
     def __init__(self, total: int, initial: int, desc: str, every_s: float = 10.0):
         self.total, self.initial, self.description, self.every_s = total, initial, desc, every_s
-        self.done, self.values = initial, {}
+        self.done = initial
+        self.values: dict[str, str] = {}
         self.began = time.monotonic()
-        self.printed_at, self.printed = self.began, None  # time and iteration of the last line
+        self.printed_at = self.began  # time of the last line
+        self.printed: int | None = None  # its iteration
 
     def set_postfix(self, values: dict[str, str], refresh: bool = False) -> None:
         """Set the values that are printed after the progress."""
@@ -262,7 +265,7 @@ def with_plain_texts(table: pd.DataFrame) -> pd.DataFrame:
     return table.assign(completion=[plain_text(text) for text in table["completion"]])
 
 
-def read_metrics(directory: Path) -> list[dict[str, "float | Histogram"]]:
+def read_metrics(directory: Path) -> list[Metrics]:
     """The iterations that a run has logged; null becomes NaN. A line that a kill has truncated is left out.
 
     Raises ValueError for any other line that is not JSON.
@@ -303,14 +306,14 @@ def parse_json_line(line: str, where: str) -> dict:
     return {name: from_json_value(value) for name, value in row.items()}
 
 
-def from_json_value(value) -> "float | Histogram":
+def from_json_value(value: Any) -> "float | Histogram":
     """A metric from its JSON value."""
     if isinstance(value, dict):
         return Histogram(tuple(value["edges"]), tuple(value["counts"]))
     return math.nan if value is None else value
 
 
-def to_json_value(value):
+def to_json_value(value: Any) -> Any:
     """`value` as JSON can express it: None for numbers that are not finite, objects for histograms."""
     if isinstance(value, Histogram):
         return {"edges": list(value.edges), "counts": list(value.counts)}

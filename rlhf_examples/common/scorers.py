@@ -54,6 +54,7 @@ class Scorer:
 
     def by_model(self, batch: hybrid.RolloutBatch) -> Tensor:
         """The reward model's score at the last real token of each row, float32 [rows]; NaN if it is not finite."""
+        assert self.model is not None, f"{self.name} is a function"
         values = frozen_values(self.model, batch.sequences, batch.attention_mask, self.rows)
         scores = last_token_values(values, batch.attention_mask)
         return torch.where(scores.isfinite(), scores, torch.nan)
@@ -151,7 +152,7 @@ class Rewards:
         has them.
         A scorer that could score no completion has none. Every rank takes part.
         """
-        metrics = {}
+        metrics: Metrics = {}
         for name, scores in self.last_scores.items():
             scored = scores[~scores.isnan()].double()
             sums = sums_over_ranks({"rows": len(scored), "sum": scored.sum(), "squares": (scored**2).sum()})

@@ -3,9 +3,10 @@
 import html
 import importlib
 import importlib.util
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
@@ -29,7 +30,12 @@ class Histogram:
     counts: tuple[float, ...]
 
     @classmethod
-    def of(cls, values: torch.Tensor, edges: tuple[float, ...], over_ranks=lambda counts: counts) -> "Histogram":
+    def of(
+        cls,
+        values: torch.Tensor,
+        edges: tuple[float, ...],
+        over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda counts: counts,
+    ) -> "Histogram":
         """Count `values` of any shape; values outside count in the first and last bin, NaN in none.
 
         over_ranks: sums a float64 tensor [bins] over all ranks; called also if this rank has no values.
@@ -41,10 +47,10 @@ class Histogram:
         return cls(tuple(edges), tuple(over_ranks(counts).tolist()))
 
 
-Metrics = dict[str, "float | Histogram"]
+Metrics = dict[str, Any]  # by name: a float, or a Histogram
 
 
-def check_report_to(names: list[str]) -> None:
+def check_report_to(names: Sequence[str]) -> None:
     """Raises ValueError for an unknown name, or one whose package is not installed."""
     for name in names:
         if name not in PACKAGES:

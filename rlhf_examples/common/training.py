@@ -15,7 +15,7 @@ import hybrid
 from rlhf_examples.common.actor import baseline_evaluation, export_trained, last_logged_metrics, start_log
 from rlhf_examples.common.arguments import TrainArguments
 from rlhf_examples.common.best_model import BestModel
-from rlhf_examples.common.checkpoint import Checkpoints
+from rlhf_examples.common.checkpoint import Checkpoints, Stateful
 from rlhf_examples.common.ema import MovingAverage
 from rlhf_examples.common.engines import backward_and_step
 from rlhf_examples.common.files import CHECKPOINTS
@@ -61,7 +61,7 @@ def fit(
     average, best = MovingAverage(engine, args.ema_beta) if args.enable_ema else None, BestModel.from_args(args)
     tokens, flops, between_steps = TokenCount(), TrainingFlops.of(engine.module), Phases()
     stream = RowStream(examples, args.seed)
-    parts = {"rows": stream, "average": average, "tokens": tokens, "best": best}
+    parts: dict[str, Stateful | None] = {"rows": stream, "average": average, "tokens": tokens, "best": best}
     checkpoints = Checkpoints(Path(args.output_dir) / CHECKPOINTS, {"model": engine}, parts, args.keep_last)
     done, total = checkpoints.load_latest() if args.resume else 0, total_steps(examples, args)
     log = start_log(args, description, bar_metrics, total, done)

@@ -33,7 +33,7 @@ def assistant_mask(texts: Texts, ids: list[int], tokenizer: PreTrainedTokenizerB
         mask_by_marks = marked_tokens(texts, ids, tokenizer)
         if mask_by_marks is not None:
             return mask_by_marks
-    messages, whole = texts.messages + texts.answers[0], texts.prompt + texts.completions[0]
+    messages, whole = texts.conversation, texts.prompt + texts.completions[0]
     mask = [0] * len(ids)
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
@@ -49,7 +49,7 @@ def assistant_mask(texts: Texts, ids: list[int], tokenizer: PreTrainedTokenizerB
 def marked_tokens(texts: Texts, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
     """`assistant_mask` from the template's own marks; None if the template's tokens differ from `ids`."""
     encoded = tokenizer.apply_chat_template(
-        texts.messages + texts.answers[0], return_dict=True, return_assistant_tokens_mask=True, **texts.settings
+        texts.conversation, return_dict=True, return_assistant_tokens_mask=True, **texts.settings
     )
     if encoded["input_ids"][: len(ids)] != ids:
         return None
@@ -62,7 +62,7 @@ def end_of_turn(texts: Texts, index: int, begin: int, ids: list[int], tokenizer:
 
     Raises BadRecord if the template does not end the turn.
     """
-    messages = texts.messages + texts.answers[0]
+    messages = texts.conversation
     if index == len(messages) - 1:
         return len(ids)
     through_turn = encode_text(render(tokenizer, messages[: index + 1], texts.settings), tokenizer)

@@ -64,7 +64,7 @@ class Examples:
         """The number of rows of a pass; unknown for a stream."""
         return len(self.rows)
 
-    def ordered(self, seed: int, position: int = 0) -> Iterator[dict[str, Any]]:
+    def ordered(self, seed: int, position: int = 0) -> Iterator[Any]:
         """An endless iterator over rows from position `position`: every pass has all rows, in its own order.
 
         The order is a pure function of the seed. A stream is shuffled within a buffer of SHUFFLE_BUFFER rows, and its
@@ -132,7 +132,7 @@ class PackedExamples(Examples):
         """The number of packs of a pass."""
         return len(self.packs)
 
-    def ordered(self, seed: int, position: int = 0) -> Iterator[list[dict[str, Any]]]:
+    def ordered(self, seed: int, position: int = 0) -> Iterator[Any]:
         """An endless iterator over packs from position `position`, in the order of `Examples.ordered`."""
         numbers = shuffled_order(len(self.packs), seed, position)
         return ([self.rows[row] for row in self.packs[number]] for number in numbers)
@@ -210,6 +210,7 @@ def cache_key(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, *setti
     """A hash of everything that the tokens depend on: rows, tokenizer, settings and the source files that make them."""
     digest = hashlib.sha256(repr((settings, tokenizer_state(tokenizer))).encode())
     turn_ends = inspect.getsourcefile(cut_after_turn_end)
+    assert turn_ends is not None, "a function of this package has a source file"
     for file in (__file__, conversations.__file__, messages.__file__, texts.__file__, turn_ends):
         digest.update(Path(file).read_bytes())
     for batch in rows.iter(batch_size=1000):

@@ -34,9 +34,9 @@ def load_examples(
         held_out = load_records(eval_names, "test", streaming=args.streaming, cache_dir=args.data_output_path or None)
     else:
         records, held_out = held_out_share(records, args)
-    settings = {"cache_dir": args.data_output_path or None, "record_format": RecordFormat.from_args(args)}
+    cache_dir, record_format = args.data_output_path or None, RecordFormat.from_args(args)
     train, *evaluated = (
-        tokenize_records(rows, tokenizer, form, max_length, **settings)
+        tokenize_records(rows, tokenizer, form, max_length, cache_dir, record_format=record_format)
         for rows in (records, held_out)
         if rows is not None
     )
@@ -56,7 +56,8 @@ def held_out_share(records: Rows, args: RunArguments) -> tuple[Rows, Rows | None
         return records, None
     weights = f"{1 - args.eval_fraction},{args.eval_fraction}"
     try:
-        return tuple(share(records, weights, part, args.seed, purpose="held out ") for part in (0, 1))
+        first, second = (share(records, weights, part, args.seed, purpose="held out ") for part in (0, 1))
+        return first, second
     except ValueError as error:
         raise ValueError(
             f"eval_fraction: {args.eval_fraction} of {len(records)} records leaves none for training or none for "

@@ -11,7 +11,7 @@ from bisect import bisect
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyarrow
 import pyarrow.parquet
@@ -21,7 +21,7 @@ from datasets.exceptions import DatasetGenerationError
 from rlhf_examples.data.synthetic import SETS, SIZES
 from rlhf_examples.environments import ENVIRONMENTS
 
-Rows = Dataset | IterableDataset
+Rows: TypeAlias = Dataset | IterableDataset
 RAW = Features(
     {"source": Value("string"), "number": Value("int64"), "record": Value("string"), "problem": Value("string")}
 )

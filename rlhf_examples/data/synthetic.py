@@ -83,7 +83,7 @@ def preferences(split: str, seed: int = 0, size: int | None = None, label_noise:
     """
     rng, prompts = random.Random(f"preferences {split} {seed}"), openings(split)
     swap_probability = label_noise if split == "train" else 0.0
-    records = []
+    records: Records = []
     while len(records) < (size or SIZES[split]):
         prompt, words = rng.choice(prompts)
         texts = [fill_in(flawed_story(rng), words) for _ in range(2)]
@@ -184,7 +184,7 @@ def story_worth(sentences: list[str]) -> float:
     ended = sentences[-1:] == [ENDING]
     if not (body := sentences[:-1] if ended else sentences):
         return 0.0
-    worth = sum(GOLD.get(mood_of(sentence), 0.0) for sentence in body) / len(body)
+    worth = sum(GOLD.get(mood_of(sentence) or "", 0.0) for sentence in body) / len(body)
     return worth * len(set(body)) / len(body) * (1.0 if ended else 0.5)
 
 

@@ -56,7 +56,7 @@ class RecordFormat:
     input_template: str = ""
     chat_template_kwargs: str = ""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.input_template and "{}" not in self.input_template:
             raise ValueError(f"input_template: {self.input_template!r} given; it must have {{}} for the prompt")
         if self.chat_template_kwargs and not isinstance(parse_json(self.chat_template_kwargs), dict):
@@ -156,6 +156,12 @@ class Texts:
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def conversation(self) -> Messages:
+        """The messages of the prompt and of the first completion."""
+        assert self.messages is not None, "these texts are no conversation"
+        return self.messages + self.answers[0]
+
+    @property
     def is_conversation(self) -> bool:
         """Whether a chat template has made the texts."""
         return self.messages is not None
@@ -185,7 +191,8 @@ def texts_of(
     if not isinstance(record, dict):
         raise BadRecord("not a JSON object")
     try:
-        prompt, *completions = FORMS[form](record_format.named(record))
+        parts: list[Any] = FORMS[form](record_format.named(record))
+        prompt, *completions = parts
     except MissingColumn as error:
         raise record_format.missing(error.names, record) from None
     if len(completions) == 2 and completions[0] == completions[1]:
@@ -235,7 +242,8 @@ def preference(record: dict) -> list[Part]:
         raise BadRecord("chosen equals rejected")
     shared = chosen[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))]
     if isinstance(shared, str):  # up to a space, which belongs to the next word
-        shared = (LAST_TURN.match(shared) or re.match(r"(.*(?=\s))?", shared, re.DOTALL)).group()
+        at_word: Any = re.match(r"(.*(?=\s))?", shared, re.DOTALL)  # matches any text
+        shared = (LAST_TURN.match(shared) or at_word).group()
     require_not_empty(shared, "prompt")
     return [shared, *(require_not_empty(whole[len(shared) :], "completion") for whole in (chosen, rejected))]
 
@@ -270,7 +278,7 @@ def prompt_only(record: dict) -> list[Part]:
 FORMS = {"supervised": supervised, "turns": supervised, "preference": preference, "prompt": prompt_only}
 
 
-def read_field(record: dict, name: str) -> Part:
+def read_field(record: dict, name: str) -> Any:
     """A field that is a text or a conversation. Raises BadRecord if it is missing, empty or anything else."""
     if name not in record:
         raise MissingColumn(name)

@@ -9,11 +9,13 @@ import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
@@ -74,7 +76,7 @@ def draw_lines(log: pd.DataFrame, chart: Chart, links: dict[int, str] | None = N
         if smooth is None:
             axes.plot(*points(column, chart), color=color, linewidth=1.8, marker="o" if few else None, markersize=3.5)
         else:
-            raw = {"linewidth": 0.7, "marker": "." if few else None}
+            raw: dict[str, Any] = {"linewidth": 0.7, "marker": "." if few else None}
             axes.plot(*points(column, chart), color=color, alpha=0.3 if len(column) >= FEWEST_TO_FADE else 0.55, **raw)
             axes.plot(*points(smooth, chart), color=color, linewidth=1.9)
     add_links(axes, next(iter(columns.values())), chart, links or {})
@@ -222,7 +224,7 @@ def plain_ticks(axes: Axes) -> None:
         axes.ticklabel_format(axis="y", style="plain", useOffset=False)
 
 
-def log_ticks(axis, low: float, high: float) -> None:
+def log_ticks(axis: Axis, low: float, high: float) -> None:
     """Format a logarithmic axis: at most five powers of ten."""
     decades = max(1, int(np.ceil(np.log10(high / low) / 5)))
     axis.set_major_locator(LogLocator(10.0**decades, numticks=8))
@@ -238,7 +240,7 @@ def as_svg(figure: Figure, title: str) -> str:
         figure.savefig(file, format="svg", transparent=True)
     text = file.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text[text.index("<svg") :], flags=re.DOTALL)
-    box = re.search(r'viewBox="[^"]*"', text)[0]
+    box = re.findall(r'viewBox="[^"]*"', text)[0]
     text = f'<svg {box} role="img" aria-label="{html.escape(title)}">{text[text.index(">") + 1 :]}'
     # The page sets the font, and nothing refers to the ids and styles of groups.
     text = re.sub(r'<g id="[^"]*"', "<g", text.replace("xlink:href", "href"))

@@ -8,9 +8,11 @@ import json
 import math
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -348,7 +350,8 @@ def read_step(directory: Path) -> Step:
     rows = read_metrics(directory)
     iterations = [row.pop("iteration") for row in rows]
     numbers = [{name: v for name, v in row.items() if not isinstance(v, Histogram)} for row in rows]
-    not_finite, histograms = defaultdict(list), defaultdict(list)
+    not_finite: dict[str, list[int]] = defaultdict(list)
+    histograms: dict[str, list[Histogram]] = defaultdict(list)
     for iteration, row in zip(iterations, rows, strict=True):
         for name, value in row.items():
             if isinstance(value, Histogram):
@@ -401,7 +404,7 @@ def step_section(step: Step) -> dict:
     return {**section, "parts": [part for part, there in has.items() if there]}
 
 
-def draw_charts(log: pd.DataFrame, charts, links: dict[int, str] | None = None) -> list[Drawing]:
+def draw_charts(log: pd.DataFrame, charts: Iterable[Chart], links: dict[int, str] | None = None) -> list[Drawing]:
     """The charts for which the log has data, rendered.  links: iteration → where a point there leads."""
     drawings = (draw_lines(log, chart, links) for chart in charts)
     return [drawing for drawing in drawings if drawing]
@@ -551,6 +554,6 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
 
 
-def read_json(path: Path, default):
+def read_json(path: Path, default: Any) -> Any:
     """The content of a JSON file, or `default` if it does not exist."""
     return json.loads(path.read_text()) if path.is_file() else default
