@@ -6,9 +6,10 @@
     python -m benchmarks.suite --minutes 60          # starts what is expected to end by then; call again for the rest
 
 A run writes benchmarks/results/<run>-<machine>.json. One whose file has the commit of hybrid/ that is checked out is
-skipped, unless `--retry` is given. A run that fails or takes five times its minutes costs its own file: the one before
-stays, the next run starts, and the failed ones are named at the end, with their logs in runs/bench/. What needs
-something that is not here (vLLM's environment, TRL, a model) is left out and named. The exit code is 1 if a run failed.
+skipped, unless `--retry` is given or hybrid/ has changes that are in no commit. A run that fails or takes five times
+its minutes costs its own file: the one before stays, the next run starts, and the failed ones are named at the end,
+with their logs in runs/bench/. What needs something that is not here (TRL, a model) is left out and named; without vLLM's
+environment rollouts are measured without vLLM. The exit code is 1 if a run failed.
 """
 
 import argparse
@@ -32,7 +33,7 @@ VLLM = ROOT / ".venv-vllm" / "bin" / "python"
 STORIES = Path("../shared/models/stories260K")
 LOGS = ROOT / "runs" / "bench"
 PATIENCE = 5  # times the expected minutes, after which a run is ended
-GRACE_S = 10.0  # until a run that is ended must have released its locks
+GRACE_S = 40.0  # torchrun gives its ranks 30 s to end, then kills them
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def main(arguments: list[str] | None = None) -> None:
         elif reason := measure(run, output):
             failed.append(f"{run.name} ({reason}; {LOGS / run.name}.log)")
     if not VLLM.is_file():
-        print("vLLM was not measured: `make bench-vllm` installs it")
+        print("without vLLM: `make .venv-vllm/.installed` installs it; then `--only rollout rollout-long --retry`")
     if left:
         print(f"not measured: {'; '.join(left)}")
     if failed:
@@ -166,7 +167,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def measured(path: Path, code: str) -> bool:
     """Whether the file has figures of the code that is checked out."""
-    return path.is_file() and bool(code) and json.loads(path.read_text()).get("commit") == code
+    known = code and not code.endswith("+")  # changes that are in no commit may be others than before
+    return bool(known) and path.is_file() and json.loads(path.read_text()).get("commit") == code
 
 
 def measure(run: Run, output: Path) -> str:
