@@ -7,9 +7,9 @@
 
 A run writes benchmarks/results/<run>-<machine>.json. One whose file has the commit of hybrid/ that is checked out is
 skipped, unless `--retry` is given or hybrid/ has changes that are in no commit. A run that fails or takes five times
-its minutes costs its own file: the one before stays, the next run starts, and the failed ones are named at the end,
-with their logs in runs/bench/. What needs something that is not here (TRL, a model) is left out and named; without vLLM's
-environment rollouts are measured without vLLM. The exit code is 1 if a run failed.
+its minutes (at least fifteen) costs its own file: the one before stays, the next run starts, and the failed ones are
+named at the end, with their logs in runs/bench/. What needs something that is not here (TRL, a model) is left out and
+named; without vLLM's environment rollouts are measured without vLLM. The exit code is 1 if a run failed.
 """
 
 import argparse
@@ -33,6 +33,7 @@ VLLM = ROOT / ".venv-vllm" / "bin" / "python"
 STORIES = Path("../shared/models/stories260K")
 LOGS = ROOT / "runs" / "bench"
 PATIENCE = 5  # times the expected minutes, after which a run is ended
+LEAST_MINUTES = 15.0  # before that: a first run also compiles the kernels
 GRACE_S = 40.0  # torchrun gives its ranks 30 s to end, then kills them
 
 
@@ -183,7 +184,7 @@ def measure(run: Run, output: Path) -> str:
     }
     if not torch.cuda.is_available():
         environment["DS_ACCELERATOR"] = "cpu"
-    start, limit_s = time.monotonic(), PATIENCE * 60 * run.minutes
+    start, limit_s = time.monotonic(), 60 * max(PATIENCE * run.minutes, LEAST_MINUTES)
     print(f"{run.name}: about {run.minutes:g} minutes", end="", flush=True)
     with log.open("w") as stream:
         process = subprocess.Popen(

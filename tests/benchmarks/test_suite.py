@@ -76,7 +76,8 @@ def test_a_failure_costs_its_own_file(folder, monkeypatch, capsys):
         Run("d", "x", "", 1, needs="/d"),
     )
     monkeypatch.setattr(suite, "RUNS", runs)
-    monkeypatch.setattr(suite, "PATIENCE", 1 / 60)
+    for limit in ("PATIENCE", "LEAST_MINUTES"):
+        monkeypatch.setattr(suite, limit, 1 / 60)
     with pytest.raises(
         SystemExit, match=r"^failed: a \(ended with code 3; .*a\.log\); b \(did not end within 0 minutes; "
     ):
