@@ -18,9 +18,10 @@ GPU = PYTHONPATH=$(CURDIR)/$(GPU_PACKAGES):$(CURDIR):$$PYTHONPATH env -u DS_ACCE
 GPU_TESTS = tests/gpu tests/decoders/test_cuda_decoder.py tests/kernels/test_triton.py
 MINUTES = 10
 GPU_FLAGS =
+SUITE_FLAGS =
 PYTHON_VERSION = 3.12
 
-.PHONY: help demo demo-seeds docs test test-slow test-all check bench bench-rollout bench-vllm gpu gpu-test gpu-bench \
+.PHONY: help demo demo-seeds docs test test-slow test-all check bench bench-all bench-page bench-rollout bench-vllm gpu gpu-test gpu-bench \
 	gpu-packages wheels clean
 
 help: ## list the targets
@@ -58,6 +59,12 @@ check: .venv/.installed ## ruff, format, types (10 seconds; at first 40), layout
 	$(BIN)/python -m mypy
 	$(TESTS) -q -m "not slow" tests/test_layout.py tests/test_config.py tests/generation tests/weights \
 		tests/rlhf_examples/common/test_losses.py
+
+bench-all: .venv/.installed ## the whole suite into benchmarks/results/, resumable (two hours on 2 cores; SUITE_FLAGS="--minutes 60")
+	$(CPU) $(BIN)/python -m benchmarks.suite $(SUITE_FLAGS)
+
+bench-page: .venv/.installed ## docs/benchmarks.md, README's tables and the figures from benchmarks/results/
+	$(CPU) $(BIN)/python -m benchmarks.page
 
 bench: .venv/.installed ## the switch and rollouts under ZeRO-3: every way to hold weights, Hugging Face's ways
 	$(LAUNCH) -m benchmarks.modes

@@ -8,14 +8,12 @@ summaries' figures.
 
 import argparse
 import json
-import math
 import os
-import statistics
 import subprocess
 import sys
 from pathlib import Path
 
-STANDARD_ERROR = "_stderr"  # suffix of figures that are the standard error, within a run, of another figure
+from benchmarks import results, tables
 
 
 def run(seed: int, directory: Path) -> dict[str, float]:
@@ -30,31 +28,17 @@ def run(seed: int, directory: Path) -> dict[str, float]:
     return json.loads((directory / "summary.json").read_text())
 
 
-def table(summaries: dict[int, dict[str, float]]) -> str:
-    """A Markdown table: for each figure the mean ± standard error over seeds, and the value of each seed.
-
-    summaries: by seed. Raises ValueError for fewer than two.
-    """
-    if len(summaries) < 2:
-        raise ValueError(f"seeds: {len(summaries)} given; a standard error needs 2")
-    rows = [f"| figure | mean ± standard error | {' | '.join(f'seed {seed}' for seed in summaries)} |"]
-    rows.append("|---" * (2 + len(summaries)) + "|")
-    for name in next(iter(summaries.values())):
-        if not name.endswith(STANDARD_ERROR):
-            values = [summary[name] for summary in summaries.values()]
-            error = statistics.stdev(values) / math.sqrt(len(values))
-            each = " | ".join(f"{value:.4g}" for value in values)
-            rows.append(f"| {name} | {statistics.fmean(values):.4g} ± {error:.2g} | {each} |")
-    return "\n".join(rows)
-
-
 def main() -> None:
     """Run the demo with every seed and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--output_dir", default="runs", help="directory for the runs' directories")
+    results.add_output(parser)
     args = parser.parse_args()
-    print(table({seed: run(seed, Path(args.output_dir) / f"demo_seed{seed}") for seed in args.seeds}))
+    result = results.begin("demo_seeds", args)
+    result["summaries"] = {str(seed): run(seed, Path(args.output_dir) / f"demo_seed{seed}") for seed in args.seeds}
+    print("\n".join(tables.demo_seeds(result)))
+    results.write(args.output, result)
 
 
 if __name__ == "__main__":

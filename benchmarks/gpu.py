@@ -40,7 +40,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import results
 from benchmarks.cases import DTYPES, SHAPES, Case
+from benchmarks.machine import slug
 
 ROOT = Path(__file__).resolve().parents[1]
 CASE_PROCESS = [sys.executable, "-m", "benchmarks.gpu_case"]
@@ -99,10 +101,12 @@ def parameters(shape: str) -> int:
 @dataclass
 class Report:
     """The JSON file.  rows: figures of a contender in a case, or the reason why there are none, in the order in which
-    they were measured; `runs`: the device's rates and the versions of every call."""
+    they were measured; `runs`: the device's rates and the versions of every call; `about`: what every result has, of
+    the last call."""
 
     path: Path
     code: str
+    about: dict[str, Any] = field(default_factory=dict)
     runs: list[dict[str, Any]] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
     not_measured: list[str] = field(default_factory=list)
@@ -111,7 +115,7 @@ class Report:
     def read(cls, path: Path, code: str) -> "Report":
         """The report at `path`, or an empty one."""
         known = json.loads(path.read_text()) if path.is_file() else {}
-        return cls(path, code, known.get("runs", []), known.get("rows", []))
+        return cls(path, code, {}, known.get("runs", []), known.get("rows", []))
 
     def own_rows(self) -> list[dict[str, Any]]:
         """The rows of this code."""
@@ -129,12 +133,9 @@ class Report:
         print(f"{work.name}, {contender}: {figures.get('error') or 'measured'}", flush=True)
 
     def write(self) -> None:
-        """Write the file whole, so that a killed process leaves the one before."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(".partial")
+        """Write the file, and the tables beside it."""
         content = {"runs": self.runs, "rows": self.rows, "not_measured": self.not_measured}
-        partial.write_text(json.dumps(content, indent=1))
-        partial.replace(self.path)
+        results.write(self.path, {**self.about, **content})
         self.path.with_suffix(".md").write_text(tables(self) + "\n")
 
 
@@ -150,10 +151,10 @@ def main(arguments: list[str] | None = None) -> Report:
     if device.error:
         raise SystemExit(f"benchmarks.gpu: the device was not measured: {device.error}")
     (rates,) = device.results
-    name = re.sub("[^a-z0-9]+", "-", rates["hardware"].lower()).strip("-")
-    report = Report.read(args.directory / f"gpu-{name}.json", code_digest())
+    report = Report.read(args.directory / f"gpu-{slug(rates['hardware'])}.json", code_digest())
+    report.about = results.begin("gpu", args, arguments, gpu=rates["hardware"])
     started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    report.runs.append({**rates, "code": report.code, "commit": commit(), "started": started})
+    report.runs.append({**rates, "code": report.code, "commit": results.commit(), "started": started})
     works = planned(args)
     if args.retry:
         report.rows = [row for row in report.rows if row["code"] != report.code or "error" not in row]
@@ -324,15 +325,6 @@ def code_digest() -> str:
     for path in sorted(path for path in paths if path.suffix in {".py", ".cpp", ".h", ".inc"}):
         digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
-
-
-def commit() -> str:
-    """The commit that is checked out; "" without git."""
-    try:
-        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    except FileNotFoundError:
-        return ""
-    return done.stdout.strip()
 
 
 # Tables

@@ -28,7 +28,8 @@ from transformers import CompileConfig, StaticCache
 import hybrid
 from benchmarks.cases import Case, Request, make_model, make_request
 from benchmarks.contenders import Contender, Outcome, Setting, generate_arguments, hybrid_rollouts, outcome_of
-from benchmarks.limits import hardware, matmul_rate, prefill_flops, read_rate, step_cost, timed
+from benchmarks.limits import matmul_rate, prefill_flops, read_rate, step_cost, timed
+from benchmarks.machine import hardware
 from benchmarks.rollout import VLLM_DIRECTORY, quiet, single_rank_environment
 from benchmarks.vllm_contender import VLLM, VLLMSettings
 

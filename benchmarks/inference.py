@@ -10,17 +10,15 @@ import argparse
 import copy
 import gc
 import itertools
-import json
-import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 import hybrid
+from benchmarks import results, tables
 from benchmarks.cases import DTYPES, SHAPES, make_model
-from benchmarks.limits import hardware
+from benchmarks.machine import hardware
 
 TRIES = 5
 CONTENDERS = ("fused", "native", "int8", "hf", "hf-compiled")
@@ -29,14 +27,14 @@ CONTENDERS = ("fused", "native", "int8", "hf", "hf-compiled")
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print the table, and write the timings as JSON if `--output` is given."""
     args = parse(arguments)
+    about = results.begin("inference", args, arguments)
     model = make_model(args.shape, args.dtype, "cuda" if torch.cuda.is_available() else "cpu")
     generators = {name: contender(name, model, args) for name in args.contenders}
     ids = torch.randint(3, model.config.vocab_size, (args.rows, args.prompt_len), device=model.device)
-    measured = measure(generators, ids, args)
+    result = {**about, "seconds": measure(generators, ids, args)}
     print(f"{args.shape} {args.dtype}, {args.rows} rows, prompt {args.prompt_len}, {args.new_tokens} new; {hardware()}")
-    print(table(measured, args))
-    if args.output:
-        args.output.write_text(json.dumps({"args": vars(args) | {"output": str(args.output)}, "seconds": measured}))
+    print("\n".join(tables.inference([result])))
+    results.write(args.output, result)
 
 
 def contender(name: str, model: torch.nn.Module, args: argparse.Namespace) -> Callable:
@@ -101,21 +99,6 @@ def seconds_of(generate: Callable, ids: torch.Tensor, new_tokens: int) -> float:
     return seconds
 
 
-def table(measured: dict[str, dict], args: argparse.Namespace) -> str:
-    """Tokens per second, medians and extremes, and their ratios to Hugging Face's ("hf")."""
-    tokens = {"prefill": args.rows * args.prompt_len, "decode": args.rows * (args.new_tokens - 1)}
-    lines = ["| contender | prefill, tokens/s | × hf | decode, tokens/s | × hf |", "|---|---|---|---|---|"]
-    for name, seconds in measured.items():
-        cells = []
-        for phase, count in tokens.items():
-            rates = sorted(count / phase_s for phase_s in seconds[phase])
-            base = measured.get("hf", {}).get(phase)
-            ratio = f"{statistics.median(base) / statistics.median(seconds[phase]):.2f}" if base else "–"
-            cells += [f"{statistics.median(rates):.0f} ({rates[0]:.0f}–{rates[-1]:.0f})", ratio]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -125,8 +108,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt_len", type=int, default=128)
     parser.add_argument("--new_tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    results.add_output(parser)
     return parser.parse_args(arguments)
 
 

@@ -1,10 +1,8 @@
 """The machine's best measured rates of reading and arithmetic, and the bytes and operations of a decode step."""
 
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -13,7 +11,6 @@ from transformers import PretrainedConfig
 
 from benchmarks.cases import Case
 
-INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8")  # that decide the rates
 PEAK_ROWS = 256
 ROUNDS = 3
 ROUND_S = 0.05
@@ -142,30 +139,3 @@ def timed(call: Callable, count: int) -> float:
         call()
     get_accelerator().synchronize()
     return time.perf_counter() - start
-
-
-def hardware() -> str:
-    """The name of the hardware."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    capability = torch.backends.cpu.get_cpu_capability()
-    threads = torch.get_num_threads()
-    return f"{processor()}, {threads} thread{'s' * (threads > 1)}, {capability}"
-
-
-def processor() -> str:
-    """The CPU's name."""
-    return cpuinfo("model name") or platform.processor() or platform.machine()
-
-
-def instructions() -> str:
-    """Which of INSTRUCTIONS the CPU has."""
-    flags = cpuinfo("flags").split()
-    return " ".join(name for name in INSTRUCTIONS if name in flags)
-
-
-def cpuinfo(field: str) -> str:
-    """A field of the first CPU in Linux's /proc/cpuinfo; "" elsewhere."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.is_file() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), "")

@@ -8,14 +8,13 @@ Contenders alternate in one process group, with the same weights and prompts, ea
 
 import argparse
 import logging
-import platform
-import statistics
 import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import deepspeed
 import peft
@@ -25,8 +24,10 @@ import transformers
 from deepspeed.accelerator import get_accelerator
 
 import hybrid
+from benchmarks import results, tables
 from benchmarks.cases import DTYPES, SHAPES, make_model
 from benchmarks.contenders import eval_mode, gathered
+from benchmarks.machine import hardware
 
 # DeepSpeed keeps up to 1e9 parameters gathered, and those that are read again within 1e9 (0.19.8). A smaller model
 # stays whole after its first forward; this share is that of a 7B model.
@@ -35,14 +36,23 @@ DEFAULT_LIVE_SHARE = 1 / 7
 
 @dataclass
 class Contender:
-    """A way to generate.  switch: a context in which the weights are ready.  generate: to call inside it."""
+    """A way to generate.  switch: a context in which the weights are ready.  generate: to call inside it.
+
+    ours: the engine's inference, whose gathered bytes it counts.
+    """
 
     engine: hybrid.HybridEngine
     switch: Callable
     generate: Callable
+    ours: bool = True
     switch_s: list[float] = field(default_factory=list)
     rollout_s: list[float] = field(default_factory=list)
-    gathered_mib: float = 0.0  # on this rank, by the switch and the rollout
+    gathered_mib: float | None = None  # by this engine on this rank, in the switch and the rollout
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """What was measured."""
+        return {"switch_s": self.switch_s, "rollout_s": self.rollout_s, "gathered_mib": self.gathered_mib}
 
 
 def start_ranks() -> None:
@@ -57,6 +67,7 @@ def main() -> None:
     """Measure and print the table."""
     args = parse()
     start_ranks()
+    about = results.begin("modes", args)
     contenders = make_contenders(args)
     engine = next(iter(contenders.values())).engine
     generator = torch.Generator().manual_seed(dist.get_rank())  # equal prompts of two ranks would be decoded once
@@ -78,12 +89,11 @@ def main() -> None:
             assert all(torch.equal(output, base[0]) for output in base), "contenders generated different tokens"
     if dist.get_rank() == 0:
         size = sum(parameter.ds_numel for parameter in engine.module.parameters())
-        print(
-            f"{size / 1e6:.0f}M parameters, {args.dtype}, {dist.get_world_size()} ranks on {machine()}; "
-            f"{args.sequences} sequences per rank, {args.prompt_length} + {args.new_tokens} tokens; "
-            f"{args.rounds} rounds in alternation"
-        )
-        print_table(contenders, args.sequences * args.new_tokens * dist.get_world_size())
+        ways = {name: contender.figures for name, contender in contenders.items()}
+        result = {**about, "parameters": size, "results": ways}
+        print(f"{tables.modes_title(result)}; {dist.get_world_size()} ranks on {hardware()}")
+        print("\n".join(tables.modes(result)))
+        results.write(args.output, result)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -117,7 +127,7 @@ def of_hugging_face(args: argparse.Namespace, switch: Callable, live_share: floa
     """Hugging Face's generate, inside `switch`."""
     engine = make_engine(args, {}, live_share=live_share)
     own = partial(type(engine.module).generate, engine.module)  # the instance's own calls the engine
-    return Contender(engine, lambda: switch(engine), own)
+    return Contender(engine, lambda: switch(engine), own, ours=False)
 
 
 def plain(engine: hybrid.HybridEngine) -> AbstractContextManager:
@@ -176,6 +186,7 @@ def measure(contender: Contender, ids: torch.Tensor, request: dict, counted: boo
     if counted:
         contender.switch_s.append(switched - start)
         contender.rollout_s.append(end - start)
+    if counted and contender.ours:
         contender.gathered_mib = (contender.engine.stats()["gathered_bytes"] - before) / 2**20
     return output
 
@@ -188,31 +199,6 @@ def update(engine: hybrid.HybridEngine) -> None:
     engine.step()
 
 
-def print_table(contenders: dict[str, Contender], tokens: int) -> None:
-    """Print medians and extremes; tokens per second include the switch; ratios are to the last contender."""
-    slowest = tokens / statistics.median(list(contenders.values())[-1].rollout_s)
-    print("| | switch, s | of a rollout | gathered, MiB | tokens/s | × the last |\n|---|---|---|---|---|---|")
-    for name, contender in contenders.items():
-        switch_s, rollout_s = statistics.median(contender.switch_s), statistics.median(contender.rollout_s)
-        rates = sorted(tokens / seconds for seconds in contender.rollout_s)
-        cells = (
-            name,
-            f"{switch_s:.2f} ({min(contender.switch_s):.2f}–{max(contender.switch_s):.2f})",
-            f"{switch_s / rollout_s:.1%}",
-            "–" if "Hugging Face" in name else f"{contender.gathered_mib:.0f}",
-            f"{tokens / rollout_s:.0f} ({rates[0]:.0f}–{rates[-1]:.0f})",
-            f"{tokens / rollout_s / slowest:.2f}",
-        )
-        print(f"| {' | '.join(cells)} |")
-
-
-def machine() -> str:
-    """The name of the hardware."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} thread per rank"
-
-
 def parse() -> argparse.Namespace:
     """The flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -223,6 +209,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--new_tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--contenders", nargs="*", help="names in the table; default: all")
+    results.add_output(parser)
     return parser.parse_args()
 
 

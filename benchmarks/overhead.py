@@ -3,8 +3,8 @@
     torchrun --nproc_per_node=2 -m benchmarks.overhead
     torchrun --nproc_per_node=2 -m benchmarks.overhead --layers 8 80 --shapes 7M 125M
 
-Times are the minimum of a few repetitions. Bytes are those of live tensors that a rollout and its scoring have created,
-counted at every operation; memory that kernels and libraries allocate internally is not counted.
+Times that are shown are the minimum of a few repetitions. Bytes are those of live tensors that a rollout and its
+scoring have created, counted at every operation; memory that kernels and libraries allocate is not counted.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import contextlib
 import io
 import time
 from collections.abc import Callable
+from typing import Any
 
 import peft
 import torch
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hybrid
+from benchmarks import results, tables
 from benchmarks.modes import start_ranks
 from hybrid.decoders.batch import BLOCK_SIZE, PagedKV
 from hybrid.generation.block_pool import BlockPool, blocks_for
@@ -85,20 +87,20 @@ def engine_of(model: torch.nn.Module, lora: str = "", containers: str = "fused")
         return hybrid.initialize(model=model, model_parameters=trained, config=config)[0]
 
 
-def min_ms(call: Callable, repetitions: int) -> tuple[float, float]:
-    """Milliseconds of the fastest call: wall-clock time, and processor time of this process."""
+def timed_ms(call: Callable, repetitions: int) -> tuple[list[float], list[float]]:
+    """Milliseconds of each call after the first: wall-clock time, and processor time of this process."""
     call()
     clocks, processor = [], []
     for _ in range(repetitions):
         clock, own = time.perf_counter(), time.process_time()
         call()
-        clocks.append(time.perf_counter() - clock)
-        processor.append(time.process_time() - own)
-    return min(clocks) * 1e3, min(processor) * 1e3
+        clocks.append((time.perf_counter() - clock) * 1e3)
+        processor.append((time.process_time() - own) * 1e3)
+    return clocks, processor
 
 
-def measure_windows(layers: int, repetitions: int) -> None:
-    """Time an empty `inference()`, and one that refreshes all weights."""
+def measure_windows(layers: int, repetitions: int) -> dict[str, Any]:
+    """Time an empty `inference()`, and one that refreshes all weights: milliseconds of every call."""
     engine = engine_of(llama(16, 32, layers, 2, 2, 64), lora="merged")
     modules, parameters = (len(list(items)) for items in (engine.module.modules(), engine.module.parameters()))
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in engine.module.modules())
@@ -112,9 +114,16 @@ def measure_windows(layers: int, repetitions: int) -> None:
         empty()
 
     print_on_rank_0(f"{layers} layers with LoRA: {modules} modules, {hooks} hooks, {parameters} parameters")
-    for name, call in (("empty inference()", empty), ("inference() that gathers all", refresh)):
-        print_on_rank_0("  {:30} {:8.1f} ms ({:.1f} ms of processor time)".format(name, *min_ms(call, repetitions)))
+    window = {"layers": layers, "modules": modules, "hooks": hooks, "parameters": parameters}
+    for key, name, call in (
+        ("empty", "empty inference()", empty),
+        ("gather", "inference() that gathers all", refresh),
+    ):
+        clocks, processor = timed_ms(call, repetitions)
+        window |= {f"{key}_ms": clocks, f"{key}_processor_ms": processor}
+        print_on_rank_0(f"  {name:30} {min(clocks):8.1f} ms ({min(processor):.1f} ms of processor time)")
     engine.destroy()
+    return window
 
 
 class NoDecoder:
@@ -129,8 +138,8 @@ class NoDecoder:
         return batch.ids
 
 
-def measure_tables(num_rows: int, tokens: int, steps: int = 64) -> None:
-    """Block tables of `num_rows` rows near `tokens` tokens, whose blocks end at different steps."""
+def measure_tables(num_rows: int, tokens: int, steps: int = 64) -> dict[str, Any]:
+    """Processor time of block tables of `num_rows` rows near `tokens` tokens, whose blocks end at different steps."""
     lengths = [tokens - steps - 1 - row % BLOCK_SIZE for row in range(num_rows)]
     decoder, block_pool = NoDecoder(), BlockPool(BLOCK_SIZE)
     block_pool.begin_call(decoder.kv)
@@ -144,12 +153,12 @@ def measure_tables(num_rows: int, tokens: int, steps: int = 64) -> None:
         runner.step(ids)
     spent_ms = (time.process_time() - start) / steps * 1e3
     print_on_rank_0(f"block tables of {num_rows} rows of {tokens} tokens: {spent_ms:.2f} ms of processor time per step")
+    return {"rows": num_rows, "tokens": tokens, "processor_ms": spent_ms}
 
 
-def measure_plan(shape: str, way: str, rows: int, prompt: int, new: int) -> float:
-    """The plan divided by the measured peak of a rollout and its scoring, with an adapter also under the base model;
-    printed and returned.
-    """
+def measure_plan(shape: str, way: str, rows: int, prompt: int, new: int) -> dict[str, Any]:
+    """The plan and the measured peak of a rollout and its scoring, with an adapter also under the base model, in
+    bytes."""
     engine = engine_of(llama(*SHAPES[shape]), **WAYS[way])
     vocabulary = SHAPES[shape][-1]
     ids = torch.randint(vocabulary, (rows, prompt)).to(engine.device)
@@ -167,7 +176,7 @@ def measure_plan(shape: str, way: str, rows: int, prompt: int, new: int) -> floa
     in_mib = [f"{nbytes / 2**20:8.1f} MiB" for nbytes in (planned, live.peak, reported)]
     print_on_rank_0("{:5} {:20} plan {}, peak {}, stats {}: {:.2f}".format(shape, way, *in_mib, planned / live.peak))
     engine.destroy()
-    return planned / live.peak
+    return {"shape": shape, "way": way, "planned": planned, "peak": live.peak, "stats": reported}
 
 
 def print_on_rank_0(line: str) -> None:
@@ -180,13 +189,17 @@ def main() -> None:
     """Run the measurements of the flags."""
     args = parse()
     start_ranks()
+    about = results.begin("overhead", args)
     torch.manual_seed(0)
-    for layers in args.layers:
-        measure_windows(layers, args.turns)
-    measure_tables(args.rows, args.tokens)
-    for shape in args.shapes:
-        for way in args.ways:
-            measure_plan(shape, way, args.sequences, args.prompt_length, args.new_tokens)
+    sizes = args.sequences, args.prompt_length, args.new_tokens
+    result = {
+        **about,
+        "windows": [measure_windows(layers, args.turns) for layers in args.layers],
+        "block_tables": measure_tables(args.rows, args.tokens),
+        "plans": [measure_plan(shape, way, *sizes) for shape in args.shapes for way in args.ways],
+    }
+    print_on_rank_0("\n".join(["", *tables.windows(result), "", *tables.plans(result)]))
+    results.write(args.output, result)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -206,6 +219,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, default=16)
     parser.add_argument("--prompt_length", type=int, default=128)
     parser.add_argument("--new_tokens", type=int, default=64)
+    results.add_output(parser)
     return parser.parse_args()
 
 

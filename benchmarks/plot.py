@@ -23,6 +23,7 @@ COLOURS = {
     "hf-static": "#8c8c8c",
     "zero3-gathered": "#b9b9b9",
 }
+DATA = "Description"  # the PNG's text in which its data are, for `benchmarks.page --check`
 BAR, GAP = 0.26, 0.35  # inches
 
 
@@ -32,7 +33,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("reports", nargs="+", type=Path, help="JSON files of benchmarks.rollout")
     parser.add_argument("--output", type=Path, default=Path("docs/rollout.png"))
     args = parser.parse_args(arguments)
-    reports = [json.loads(path.read_text()) for path in args.reports]
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    picture([json.loads(path.read_text()) for path in args.reports], args.output)
+
+
+def picture(reports: list[dict[str, Any]], path: Path) -> None:
+    """Write a PNG of reports to `path`, with their bars as its text DATA."""
     heights = [sum(len(bars_of(case)) * BAR + GAP for case in report["cases"]) for report in reports]  # inches
     figure, axes = plt.subplots(
         len(reports),
@@ -43,8 +49,20 @@ def main(arguments: list[str] | None = None) -> None:
     )
     for report, axis in zip(reports, axes[:, 0], strict=True):
         draw(report, axis)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(args.output, dpi=150)
+    figure.savefig(path, dpi=150, metadata={DATA: data(reports)})
+    plt.close(figure)
+
+
+def data(reports: list[dict[str, Any]]) -> str:
+    """All that is drawn: titles, cases and bars, as JSON."""
+    drawn = [[title(report), {case["name"]: bars_of(case) for case in report["cases"]}] for report in reports]
+    return json.dumps(drawn)
+
+
+def title(report: dict[str, Any]) -> str:
+    """The machine."""
+    machine = report["machine"]
+    return f"{machine['gpu'] or machine['cpu']}, {machine['instructions']}"
 
 
 def bars_of(case: dict[str, Any]) -> dict[str, float]:
@@ -69,7 +87,7 @@ def draw(report: dict[str, Any], axis: plt.Axes) -> None:
     axis.invert_yaxis()
     axis.margins(x=0.08)
     axis.set_xlabel("tokens per second relative to Hugging Face's generate on the whole model")
-    axis.set_title(report["hardware"], loc="left", pad=34)
+    axis.set_title(title(report), loc="left", pad=34)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, fontsize=8, frameon=False)
 

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import peft
 import torch
@@ -25,8 +25,10 @@ from deepspeed.accelerator import get_accelerator
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import hybrid
+from benchmarks import results
 from benchmarks.cases import DTYPES
-from benchmarks.modes import machine, start_ranks
+from benchmarks.machine import hardware
+from benchmarks.modes import start_ranks
 
 SHAPES = {
     "0.5B": {
@@ -56,6 +58,7 @@ def main() -> None:
     """Measure a step and print the figures."""
     args = parse()
     start_ranks()
+    about = results.begin("real_size", args)
     engine = make_engine(args)
     prompts = own_prompts(args)
     engine.rollout(*prompts, sampling(2), args.num_generations)
@@ -65,6 +68,8 @@ def main() -> None:
     dist.all_gather_object(reports, report)
     if dist.get_rank() == 0:
         show(engine, reports, args)
+        parameters = sum(parameter.ds_numel for parameter in engine.module.parameters())
+        results.write(args.output, {**about, "parameters": parameters, "ranks": [asdict(each) for each in reports]})
     dist.barrier()
     dist.destroy_process_group()
 
@@ -258,7 +263,7 @@ def show(engine: hybrid.HybridEngine, reports: list[Report], args: argparse.Name
     first = reports[0]
     size = sum(parameter.ds_numel for parameter in engine.module.parameters())
     print(
-        f"{size / 1e6:.0f}M parameters, {args.dtype}, LoRA {args.lora}, {len(reports)} ranks on {machine()}; "
+        f"{size / 1e6:.0f}M parameters, {args.dtype}, LoRA {args.lora}, {len(reports)} ranks on {hardware()}; "
         f"{args.sequences} sequences in groups of {args.num_generations}, {args.prompt_length} + {args.new_tokens} "
         "tokens"
     )
@@ -290,6 +295,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt_length", type=int, default=128)
     parser.add_argument("--new_tokens", type=int, default=64)
     parser.add_argument("--micro_batch", type=int, default=2, help="sequences per training forward")
+    results.add_output(parser)
     return parser.parse_args()
 
 

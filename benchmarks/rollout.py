@@ -18,12 +18,9 @@ longer, divided by the measured time; both rates are measured in the same run.
 """
 
 import argparse
-import datetime
 import gc
-import json
 import logging
 import os
-import re
 import socket
 import statistics
 import time
@@ -39,6 +36,7 @@ import torch.distributed as dist
 import transformers
 from deepspeed.accelerator import get_accelerator
 
+from benchmarks import results
 from benchmarks.cases import (
     CASES,
     CPU_CASES,
@@ -51,7 +49,8 @@ from benchmarks.cases import (
     prompt_lengths,
 )
 from benchmarks.contenders import CONTENDERS, Contender, Outcome, Setting, make_engine
-from benchmarks.limits import Limits, hardware, instructions, measure_limits
+from benchmarks.limits import Limits, measure_limits
+from benchmarks.machine import hardware, machine
 from benchmarks.vllm_contender import VLLMSettings
 
 DEFAULT_CONTENDERS = ["hybrid", "hybrid-new-weights", "hf", "zero3-gathered", "hf-continuous"]
@@ -85,9 +84,10 @@ def main(arguments: list[str] | None = None) -> None:
     join_ranks()
     if not torch.cuda.is_available() and dist.get_world_size() == 1:
         use_cores(args.threads)
-    output = args.output or Path("runs") / f"rollout-{re.sub('[^a-z0-9]+', '-', hardware().lower())}.json"
-    report = {**about_run(args), "cases": []}
-    say(f"{report['hardware']}; {report['ranks']} rank{'s' * (report['ranks'] > 1)}; {report['instructions']}")
+    output = args.output or Path("runs") / f"rollout-{machine()['name']}.json"
+    report = {**results.begin("rollout", args, arguments), "contenders": {}, "cases": []}
+    ranks = report["machine"]["ranks"]
+    say(f"{hardware()}; {ranks} rank{'s' * (ranks > 1)}; {report['machine']['instructions']}")
     for (shape, dtype), group in groupby(chosen_cases(args), key=lambda case: (case.shape, case.dtype)):
         cases = list(group)
         contenders, setting = build(args, shape, dtype, cases)
@@ -97,7 +97,7 @@ def main(arguments: list[str] | None = None) -> None:
                 timings = measure(contenders, case, setting, args.rounds, args.seconds)
                 report["cases"].append(summary(case, timings, measure_limits(setting.model, case)))
                 say(table(report["cases"][-1]))
-                write(report, output)
+                results.write(output, report)
                 if args.profile:
                     say(profile(contenders[0], case, setting))
         finally:
@@ -245,29 +245,6 @@ def profile(contender: Contender, case: Case, setting: Setting) -> str:
         contender.run(request)
     kind = "cuda" if setting.model.device.type == "cuda" else "cpu"
     return profiler.key_averages().table(sort_by=f"self_{kind}_time_total", row_limit=PROFILE_ROWS)
-
-
-def about_run(args: argparse.Namespace) -> dict[str, Any]:
-    """What the figures depend on in addition to the code."""
-    return {
-        "hardware": hardware(),
-        "ranks": dist.get_world_size(),
-        "threads": torch.get_num_threads(),
-        "instructions": instructions(),
-        "contenders": {},
-        "load": os.getloadavg()[0],
-        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "versions": {package.__name__: package.__version__ for package in (torch, transformers, deepspeed)},
-        "rounds": args.rounds,
-        "seconds": args.seconds,
-    }
-
-
-def write(report: dict[str, Any], path: Path) -> None:
-    """Write the report as JSON, on rank 0."""
-    if dist.get_rank() == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=1))
 
 
 def say(text: str) -> None:

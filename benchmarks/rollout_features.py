@@ -6,20 +6,22 @@
 turns: the time to the first token of a conversation's second turn, and the share of its tokens that are computed.
 partial: tokens of finished rows per second in the steady state, where a rollout stops once a share of its rows is done
 and the rest goes on in the next one; the lengths are lognormal, and the longest is eight times the median.
-Prints medians, the least and the most, and ratios; times of other machines cannot be compared with these.
+Prints medians, minimum and maximum, and the ratio of the last way to the first; times of other machines cannot be
+compared with these.
 """
 
 import argparse
 import contextlib
 import io
-import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
 import hybrid
+from benchmarks import results, tables
 from benchmarks.modes import start_ranks
 from benchmarks.overhead import SHAPES, llama, print_on_rank_0
 
@@ -55,23 +57,14 @@ def in_turns(ways: dict[str, Callable[[], float]], repetitions: int) -> dict[str
     return measured
 
 
-def report(title: str, unit: str, measured: dict[str, list[float]], more_is_better: bool) -> None:
-    """Print each way's median and range, and the ratio of the last way to the first."""
-    print_on_rank_0(title)
-    for name, values in measured.items():
-        low, high = min(values), max(values)
-        print_on_rank_0(f"  {name:24} {statistics.median(values):9.3f} {unit}  ({low:.3f}-{high:.3f})")
-    first, *_, last = map(statistics.median, measured.values())
-    print_on_rank_0(f"  ratio: {last / first if more_is_better else first / last:.2f}")
-
-
-def measure_turns(shape: str, rows: int, prompt: int, new: int, repetitions: int) -> None:
-    """The second turn of `rows` conversations of `prompt` + `new` tokens, with and without prefix caching."""
+def measure_turns(shape: str, rows: int, prompt: int, new: int, repetitions: int) -> dict[str, Any]:
+    """The second turn of `rows` conversations of `prompt` + `new` tokens, with and without prefix caching: seconds, and
+    the shares of its tokens that were computed."""
     vocabulary = SHAPES[shape][-1]
     plain, caching = (engine_of(shape, enable_prefix_caching=on) for on in (False, True))
     first = hybrid.SamplingParams(max_new_tokens=new, min_new_tokens=new)
     one = hybrid.SamplingParams(max_new_tokens=1)
-    shares: list[float] = []
+    shares: dict[str, list[float]] = {"computed again": [], "from the KV cache": []}
     seeds = iter(range(10**6))
 
     def second_turn(engine: hybrid.HybridEngine) -> float:
@@ -82,18 +75,23 @@ def measure_turns(shape: str, rows: int, prompt: int, new: int, repetitions: int
         engine.rollout(longer, torch.ones_like(longer), one)
         seconds = time.perf_counter() - start
         computed = engine.stats()["prefilled_tokens"] - before["prefilled_tokens"]
-        if engine is caching:
-            shares.append(computed / longer.numel())
+        shares["from the KV cache" if engine is caching else "computed again"].append(computed / longer.numel())
         return seconds
 
     ways = {"computed again": lambda: second_turn(plain), "from the KV cache": lambda: second_turn(caching)}
     in_turns(ways, 1)  # the self-check, and memory
     measured = in_turns(ways, repetitions)
     title = f"turns: {shape}, {rows} rows of {prompt} + {new} + {NEW_TOKENS} tokens, to the second turn's first token"
-    report(title, "s", measured, more_is_better=False)
-    print_on_rank_0(f"  computed: {100 * statistics.median(shares):.1f} % of the second turn's tokens")
     for engine in (plain, caching):
         engine.destroy()
+    return {
+        "title": title,
+        "unit": "s",
+        "more_is_better": False,
+        "measured": measured,
+        "share_of": "of its tokens computed",
+        "shares": shares,
+    }
 
 
 class LogNormalRows:
@@ -139,9 +137,9 @@ class LogNormalRows:
 
 def measure_partial(
     shape: str, rows: int, prompt: int, new: int, repetitions: int, share: float, iterations: int
-) -> None:
-    """Rollouts that stop once `share` of `rows` rows are done, and go on with the rest in the next; against whole
-    ones. After `iterations` rollouts of each, the shares of new and old rows are steady."""
+) -> dict[str, Any]:
+    """Tokens a second of rollouts that stop once `share` of `rows` rows are done, and go on with the rest in the next;
+    against whole ones. After `iterations` rollouts of each, the shares of new and old rows are steady."""
     engine, vocabulary = engine_of(shape), SHAPES[shape][-1]
     of_ways = {
         name: LogNormalRows(engine, vocabulary, rows, prompt, new, stops)
@@ -150,11 +148,15 @@ def measure_partial(
     ways = {name: partial(of_way.rate, iterations) for name, of_way in of_ways.items()}
     in_turns(ways, 1)
     measured = in_turns(ways, repetitions)
-    report(f"partial: {shape}, {rows} rows, up to {new} tokens", "tokens/s", measured, more_is_better=True)
-    for name, of_way in of_ways.items():
-        prefill = of_way.prefill_s / (of_way.prefill_s + of_way.decode_s)
-        print_on_rank_0(f"  {name:24} {100 * prefill:9.1f} % of the model's time in prefill")
     engine.destroy()
+    return {
+        "title": f"partial: {shape}, {rows} rows, up to {new} tokens",
+        "unit": "tokens/s",
+        "more_is_better": True,
+        "measured": measured,
+        "share_of": "of the model's time in prefill",
+        "shares": {name: [of_way.prefill_s / (of_way.prefill_s + of_way.decode_s)] for name, of_way in of_ways.items()},
+    }
 
 
 def main() -> None:
@@ -168,16 +170,18 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--share", type=float, default=0.75, help="of the rows, after which a partial rollout stops")
     parser.add_argument("--iterations", type=int, default=8, help="rollouts of a measurement, for partial")
+    results.add_output(parser)
     arguments = parser.parse_args()
     start_ranks()
+    about = results.begin("rollout_features", arguments)
     turns = arguments.what == "turns"
     prompt = arguments.prompt or (1024 if turns else 32)
     new = arguments.new or (64 if turns else 512)
     sizes = arguments.shape, arguments.rows, prompt, new, arguments.repetitions
-    if turns:
-        measure_turns(*sizes)
-    else:
-        measure_partial(*sizes, arguments.share, arguments.iterations)
+    figures = measure_turns(*sizes) if turns else measure_partial(*sizes, arguments.share, arguments.iterations)
+    result = {**about, **figures}
+    print_on_rank_0("\n".join(tables.rollout_features(result)))
+    results.write(arguments.output, result)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python -m benchmarks.roofline
 
 prints two tables: a decode step by part, and an iteration's rollout in three ways. They show which part limits which
-model, and what a faster one would gain; `docs/benchmarks.md` has them.
+model, and what a faster one would gain; `docs/benchmarks.md` has them, of the first the fastest groups.
 """
 
 import functools
@@ -184,8 +184,20 @@ def iterations(sizes: Sizes, device: Device, hosts: int, rollout: Rollout) -> li
     return [min(way, key=lambda each: each.total, default=None) for way in (engine, second, gathered)]
 
 
-def step_table(rollout: Rollout) -> list[str]:
-    """Markdown: a decode step by part, in milliseconds, for every model and device and each group that holds it."""
+def tokens_per_s(name: str, device: Device, rollout: Rollout) -> float:
+    """Tokens a second of each GPU in the decode steps of the fastest group."""
+    sizes = Sizes.of(name)
+    return max(rollout.rows / decode_step(sizes, device, tp, rollout).total for tp in groups(name, device, rollout))
+
+
+def groups(name: str, device: Device, rollout: Rollout) -> list[int]:
+    """The sizes of the groups that hold a model."""
+    return [tp for tp in TP_SIZES if fits(Sizes.of(name), device, HOSTS[name], 1 / tp, rollout)]
+
+
+def step_table(rollout: Rollout, fastest: bool = False) -> list[str]:
+    """Markdown: a decode step by part, in milliseconds, for every model and device and each group that holds it, or the
+    fastest group."""
     lines = [
         "| model | GPUs | tp | linear | attention | all-reduce | launches | sampling | step, ms | tokens/s a GPU |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -193,9 +205,10 @@ def step_table(rollout: Rollout) -> list[str]:
     for name, hosts in HOSTS.items():
         sizes = Sizes.of(name)
         for device in DEVICES:
-            for tp_size in TP_SIZES:
-                if fits(sizes, device, hosts, 1 / tp_size, rollout):
-                    step = decode_step(sizes, device, tp_size, rollout)
+            made = {tp: decode_step(sizes, device, tp, rollout) for tp in groups(name, device, rollout)}
+            best = min(made, key=lambda tp: made[tp].total)
+            for tp_size, step in made.items():
+                if not fastest or tp_size == best:
                     parts = (step.linear, step.attention, step.all_reduce, step.launches, step.sampling, step.total)
                     cells = " | ".join(f"{part * 1e3:.2f}" for part in parts)
                     speed = f"{rollout.rows / step.total:.0f}"

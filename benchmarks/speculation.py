@@ -13,21 +13,22 @@ same: four samples of each of 16 prompts that come back in every iteration, with
 random: sampled text of new prompts. Drafts cannot help, if the weights are random.
 full: the same, and all 64 rows run to the limit.
 
-Prints medians, the least and the most, and ratios; the tokens of both ways are compared.
+Prints medians, minimum and maximum, and ratios of medians and of pairs; the tokens of both ways are compared.
 """
 
 import argparse
 import contextlib
 import io
-import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hybrid
+from benchmarks import results, tables
 from benchmarks.modes import start_ranks
 from benchmarks.overhead import SHAPES, llama, print_on_rank_0
 
@@ -97,18 +98,8 @@ def natural_lengths(rows: int, most: int) -> torch.Tensor:
     return lengths
 
 
-def report(name: str, without: list[float], speculating: list[float]) -> None:
-    """Print both ways' medians and ranges, and how many times faster the second one is."""
-    for way, seconds in (("without", without), ("speculating", speculating)):
-        text = f"{statistics.median(seconds):7.3f} s  ({min(seconds):.3f}-{max(seconds):.3f})"
-        print_on_rank_0(f"  {name:6} {way:12} {text}")
-    pairs = sorted(first / second for first, second in zip(without, speculating, strict=True))
-    ratio = statistics.median(without) / statistics.median(speculating)
-    print_on_rank_0(f"  {name:6} ratio {ratio:.2f}, of pairs {pairs[0]:.2f}-{pairs[-1]:.2f}")
-
-
-def measure(case: str, arguments: argparse.Namespace) -> None:
-    """Both ways in turns over the same prompts and seeds."""
+def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Both ways in turns over the same prompts and seeds: seconds of the tail and the whole, and what was drafted."""
     ways = [Way(engine_of(arguments, settings)) for settings in (None, {"max_draft": arguments.max_draft})]
     rows, most = arguments.rows, arguments.new
     vocabulary = ways[0].engine.module.config.vocab_size
@@ -129,16 +120,21 @@ def measure(case: str, arguments: argparse.Namespace) -> None:
         f"{case}: {arguments.model or arguments.shape}, {rows} rows of up to {most} tokens; drafted "
         f"{stats['drafted_tokens']}, accepted {stats['accepted_tokens']}, saved {stats['saved_steps']:.0f} steps"
     )
-    for name in ("tail", "whole")[case == "full" :]:
-        report(name, *(getattr(way, name)[arguments.warm_up :] for way in ways))
+    parts = ("tail", "whole")[case == "full" :]
+    measured = {
+        name: {part: getattr(way, part)[arguments.warm_up :] for part in parts}
+        for name, way in zip(("without", "speculating"), ways, strict=True)
+    }
     for way in ways:
         way.engine.destroy()
+    counts = {name: stats[name] for name in ("drafted_tokens", "accepted_tokens", "saved_steps")}
+    return {**measured, **counts}
 
 
 def main() -> None:
     """Measure what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--shape", choices=SHAPES, default="7M")
     parser.add_argument("--model", help="directory of a model, instead of random weights of a shape")
     parser.add_argument("--prompt_texts", nargs="*", help="texts before the random tokens of prompts")
@@ -149,10 +145,13 @@ def main() -> None:
     parser.add_argument("--max_draft", type=int, default=8)
     parser.add_argument("--warm_up", type=int, default=2, help="rollouts of each way before those that are timed")
     parser.add_argument("--repetitions", type=int, default=5)
+    results.add_output(parser)
     arguments = parser.parse_args()
     start_ranks()
-    for case in arguments.cases:
-        measure(case, arguments)
+    about = results.begin("speculation", arguments)
+    result = {**about, "cases": {case: measure(case, arguments) for case in arguments.cases}}
+    print_on_rank_0("\n".join(tables.speculation(result)))
+    results.write(arguments.output, result)
 
 
 if __name__ == "__main__":

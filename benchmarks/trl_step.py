@@ -12,15 +12,12 @@ import argparse
 import contextlib
 import copy
 import io
-import json
 import logging
 import os
-import statistics
 import tempfile
 import time
 import warnings
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 import deepspeed
 import torch
@@ -33,8 +30,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hybrid
+from benchmarks import results, tables
 from benchmarks.cases import SHAPES, make_model
-from benchmarks.rollout import hardware
+from benchmarks.machine import hardware
 from hybrid.compat.trl import rollout_func
 
 END, PROMPT_LENGTH = 2, 32
@@ -63,6 +61,7 @@ def main() -> None:
     deepspeed.utils.logger.setLevel(logging.WARNING)
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # rollout_func is experimental in TRL
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
+    about = results.begin("trl_step", args)
     contenders = {
         "TRL's default: gather all, Hugging Face": Contender(ours=False, gathers=True),
         "hybrid.install()": Contender(ours=True, gathers=False),
@@ -83,12 +82,13 @@ def main() -> None:
             f"{args.sequences} sequences per rank in groups of {args.num_generations}, {PROMPT_LENGTH} + "
             f"{args.new_tokens} tokens; {args.rounds} rounds of {args.steps} steps in alternation"
         )
-        print(title)
-        print_table(contenders)
-        if args.output:
-            times = {name: asdict(contender) for name, contender in contenders.items()}
-            args.output.parent.mkdir(parents=True, exist_ok=True)
-            args.output.write_text(json.dumps({"title": title, "contenders": times}, indent=1) + "\n")
+        ways = {name: asdict(contender) for name, contender in contenders.items()}
+        result = {**about, "title": title, "contenders": ways}
+        print(title, *tables.trl_step(result), sep="\n")
+        for name, way in ways.items():
+            if way["ours"]:
+                print(f"coverage of {name}: {way['coverage']}")
+        results.write(args.output, result)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -211,25 +211,6 @@ def tokenizer(vocabulary: int) -> transformers.PreTrainedTokenizerFast:
     )
 
 
-def print_table(contenders: dict[str, Contender]) -> None:
-    """Print medians, extremes, and speed-ups over the first contender."""
-    first = next(iter(contenders.values()))
-    print("\n| | step, s | generation in it, s | × step | × generation |\n|---|---|---|---|---|")
-    for name, contender in contenders.items():
-        columns = [
-            f"{statistics.median(times):.2f} ({min(times):.2f}–{max(times):.2f})"
-            for times in (contender.step_s, contender.generate_s)
-        ]
-        columns += [
-            f"{statistics.median(base) / statistics.median(times):.2f}"
-            for base, times in ((first.step_s, contender.step_s), (first.generate_s, contender.generate_s))
-        ]
-        print(f"| {name} | {' | '.join(columns)} |")
-    for name, contender in contenders.items():
-        if contender.ours:
-            print(f"coverage of {name}: {contender.coverage}")
-
-
 def parse() -> argparse.Namespace:
     """The flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -241,7 +222,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="measured steps per round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--contenders", nargs="*", help="names in the table; default: all")
-    parser.add_argument("--output", type=Path, help="a JSON file for every time")
+    results.add_output(parser)
     return parser.parse_args()
 
 

@@ -17,10 +17,16 @@ def test_the_benchmark_runs_tiny(tmp_path, capsys):
     flags = "--shape micro --rows 2 --prompt_len 9 --new_tokens 24 --rounds 2 --output"
     main([*flags.split(), str(output), "--contenders", *contenders])
     text = capsys.readouterr().out
-    rows = re.findall(r"^\| ([\w-]+) \| \d+ \(\d+–\d+\) \| ([\d.]+) \| \d+ \(\d+–\d+\) \| ([\d.]+) \|$", text, re.M)
+    rows = re.findall(
+        r"^\| micro bf16, 2 × 9 \| ([\w-]+) \| \d+ \(\d+–\d+\) \| ([\d.]+) \| \d+ \(\d+–\d+\) \| ([\d.]+) \|$",
+        text,
+        re.M,
+    )
     assert [name for name, *_ in rows] == contenders
     assert {name: ratio for name, ratio, _ in rows}["hf"] == "1.00"
-    seconds = json.loads(output.read_text())["seconds"]
+    result = json.loads(output.read_text())
+    assert result["benchmark"] == "inference" and result["args"]["rounds"] == 2
+    seconds = result["seconds"]
     assert all(len(phases["decode"]) == 2 for phases in seconds.values())
 
 

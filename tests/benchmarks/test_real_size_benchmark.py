@@ -1,5 +1,6 @@
 """The real-size benchmark, tiny: every phase has a time, and the containers are printed."""
 
+import json
 import re
 from pathlib import Path
 
@@ -13,9 +14,10 @@ PHASES = ("rollout", "score, policy", "score, base", "train")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("containers", ["fused", "native"])
-def test_every_phase_of_a_step_is_measured(containers):
+def test_every_phase_of_a_step_is_measured(containers, tmp_path):
     flags = (
         f"--shape micro --sequences 8 --num_generations 2 --prompt_length 9 --new_tokens 5 --containers {containers}"
+        f" --output {tmp_path}/step.json"
     )
     path = {"PYTHONPATH": str(ROOT)}
     done = run_script(["-m", "benchmarks.real_size", *flags.split()], 2, timeout_s=300, env=path)
@@ -28,3 +30,5 @@ def test_every_phase_of_a_step_is_measured(containers):
     assert len(re.findall(r"^\| [01] \| \d+ \| -?\d+ \| -?[\d.]+ \|$", done.stdout, re.M)) == 2, (
         "the memory line of a rank is missing"
     )
+    ranks = json.loads((tmp_path / "step.json").read_text())["ranks"]
+    assert [rank["tokens"] for rank in ranks] == [20, 20] and all(set(PHASES) == set(rank["seconds"]) for rank in ranks)

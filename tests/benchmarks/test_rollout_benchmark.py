@@ -55,7 +55,13 @@ def test_the_report_names_hardware_and_versions(run):
     report = json.loads(run[1].read_text())
     (case,) = report["cases"]
     assert report["versions"]["torch"] == torch.__version__
-    assert report["threads"] == 1 and "1 thread" in report["hardware"] and "avx2" in report["instructions"]
+    machine = report["machine"]
+    assert machine["threads"] == machine["ranks"] == 1 and len(machine["load"]) == 2
+    assert (
+        "1 thread" in run[0]
+        and "avx2" in machine["instructions"]
+        and machine["name"].endswith(("avx2", "avx512", "amx"))
+    )
     assert case["limits"]["bytes_per_s"] > 0 and case["limits"]["flops_per_s"] > 0 and case["limits"]["step_s"] > 0
     assert case["results"]["hf"]["ratio"] == 1
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.stories import rise
+from benchmarks.tables import rise
 
 
 def run(first: float, last: float, iterations: int = 20) -> list[dict[str, float]]:

@@ -35,6 +35,7 @@ def test_every_contender_has_a_row(tmp_path):
     coverages = re.findall(r"^coverage of (.*): (.*)$", done.stdout, re.M)
     assert coverages == [(name, "fused") for name in NAMES[1:]], "TRL's defaults disable the fused decoder"
     report = json.loads((tmp_path / "step.json").read_text())
+    assert report["machine"]["ranks"] == 2 and report["args"]["shape"] == "micro"
     assert [len(contender["step_s"]) for contender in report["contenders"].values()] == [1] * len(NAMES)
     iteration_plot.main([str(tmp_path / "step.json"), "--output", str(tmp_path / "step.svg")])
     assert "<svg" in (tmp_path / "step.svg").read_text()

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 import hybrid
-from benchmarks.limits import instructions
+from benchmarks.machine import instructions
 from hybrid.decoders.batch import BLOCK_SIZE, packed
 from hybrid.generation.sampler import SamplingMetadata, sample_tokens
 from hybrid.kernels.cpu_library import cpu_library

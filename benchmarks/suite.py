@@ -1,0 +1,238 @@
+"""Runs the whole suite once on this machine, one benchmark after the other, into benchmarks/results/.
+
+    make bench-all                                   # then `make bench-page`
+    python -m benchmarks.suite --list                # what would run, and the minutes that it takes on 2 CPU cores
+    python -m benchmarks.suite --only rollout trl_step --retry
+    python -m benchmarks.suite --minutes 60          # starts what is expected to end by then; call again for the rest
+
+A run writes benchmarks/results/<run>-<machine>.json. One whose file has the commit of hybrid/ that is checked out is
+skipped, unless `--retry` is given or hybrid/ has changes that are in no commit. A run that fails or takes five times
+its minutes (at least fifteen) costs its own file: the one before stays, the next run starts, and the failed ones are
+named at the end, with their logs in runs/bench/. What needs something that is not here (TRL, a model) is left out and
+named; without vLLM's environment rollouts are measured without vLLM. The exit code is 1 if a run failed.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.machine import machine
+from benchmarks.results import RESULTS, ROOT, commit
+
+VLLM = ROOT / ".venv-vllm" / "bin" / "python"
+STORIES = Path("../shared/models/stories260K")
+LOGS = ROOT / "runs" / "bench"
+PATIENCE = 5  # times the expected minutes, after which a run is ended
+LEAST_MINUTES = 15.0  # before that: a first run also compiles the kernels
+GRACE_S = 40.0  # torchrun gives its ranks 30 s to end, then kills them
+
+
+@dataclass(frozen=True)
+class Run:
+    """A row of the suite.
+
+    name: of its file, before the machine's.  minutes: on 2 cores with AVX-512.  ranks: 0 for a program that is not
+    started by torchrun.  threads: of each rank.
+    needs: a package, or a path from the repository's root, without which it is left out.
+    """
+
+    name: str
+    benchmark: str
+    flags: str
+    minutes: float
+    ranks: int = 0
+    threads: int = 1
+    needs: str = ""
+
+    def command(self, output: Path) -> list[str]:
+        """The command line that measures it."""
+        launch = ["-m", "torch.distributed.run", f"--nproc_per_node={self.ranks}"] * bool(self.ranks)
+        flags = shlex.split(self.flags.format(stories=STORIES, contenders=contenders()))
+        return [sys.executable, *launch, "-m", f"benchmarks.{self.benchmark}", *flags, "--output", str(output)]
+
+    @property
+    def missing(self) -> str:
+        """What it needs and this machine does not have, or ""."""
+        there = (ROOT / self.needs).exists() if "/" in self.needs else not self.needs or package(self.needs)
+        return "" if there else self.needs
+
+
+SHORT = (
+    '"120M bf16 b64" "120M bf16 b16" "120M bf16 b1" "120M bf16 8x8 prompt 512" "120M bf16 b64 natural 256" '
+    '"120M f32 b64" "120M f32 b16" "10M bf16 b64" "10M bf16 b16"'
+)
+LONG = '"120M bf16 b1 prompt 8192" "120M bf16 b16 prompt 2048" "0.5B bf16 b16"'
+MODES = (
+    'pinned streaming "pinned, LoRA merged" "pinned, LoRA unmerged" "GatheredParameters(all) + Hugging Face" '
+    '"ZeRO-3 that keeps all + Hugging Face" "plain ZeRO-3 Hugging Face"'
+)
+SLICES = (
+    '--contenders pinned "tensor parallel" streaming "pinned, native" "tensor parallel, native" --sequences 16 '
+    "--new_tokens 32 --rounds 3"
+)
+TRL = '--contenders "TRL\'s default: gather all, Hugging Face" "hybrid.install()" rollout_func'
+INFERENCE = "--contenders fused int8 hf hf-compiled"
+
+# What `docs/benchmarks.md` shows, the most telling first.
+RUNS = (
+    Run(
+        "rollout",
+        "rollout",
+        f"--cases {SHORT} --contenders hybrid hybrid-new-weights hf {{contenders}} --rounds 3",
+        25,
+        threads=2,
+    ),
+    Run("trl_step", "trl_step", f"--shape 10M --rounds 5 {TRL}", 5, ranks=2, needs="trl"),
+    Run("trl_step-120M", "trl_step", f"--shape 120M --sequences 8 --steps 2 --rounds 1 {TRL}", 5, ranks=2, needs="trl"),
+    Run(
+        "modes-10M", "modes", f"--shape 10M --sequences 32 --new_tokens 32 --rounds 5 --contenders {MODES}", 3, ranks=2
+    ),
+    Run(
+        "modes-120M",
+        "modes",
+        f"--shape 120M --dtype bf16 --sequences 32 --new_tokens 16 --rounds 2 --contenders {MODES}",
+        8,
+        ranks=2,
+    ),
+    Run("rollout-long", "rollout", f"--cases {LONG} --contenders hybrid {{contenders}} --rounds 2", 10, threads=2),
+    Run("tp-10M-f32", "modes", f"--shape 10M {SLICES}", 1, ranks=2),
+    Run("tp-10M-bf16", "modes", f"--shape 10M --dtype bf16 {SLICES}", 1, ranks=2),
+    Run("tp-120M-f32", "modes", f"--shape 120M {SLICES}", 3, ranks=2),
+    Run("tp-120M-bf16", "modes", f"--shape 120M --dtype bf16 {SLICES}", 3, ranks=2),
+    Run(
+        "overhead",
+        "overhead",
+        '--turns 7 --ways "all weights learn" "LoRA, merged" "LoRA, unmerged" "native, LoRA"',
+        5,
+        ranks=2,
+    ),
+    Run("real_size-fused", "real_size", "", 5, ranks=2),
+    Run("real_size-native", "real_size", "--containers native", 5, ranks=2),
+    Run("inference-b1", "inference", f"--rows 1 {INFERENCE}", 3, threads=2),
+    Run("inference-b16", "inference", f"--rows 16 {INFERENCE} --rounds 3", 4, threads=2),
+    Run("inference-b64", "inference", f"--rows 64 {INFERENCE} --rounds 3", 7, threads=2),
+    Run("rollout_features-turns", "rollout_features", "turns", 3, ranks=1),
+    Run("rollout_features-partial", "rollout_features", "partial", 2, ranks=1),
+    Run("speculation", "speculation", "--shape 7M", 4, ranks=1),
+    Run("demo_seeds", "demo_seeds", "", 18),
+    Run("stories", "stories", "--model {stories}", 12, needs=f"{STORIES}/config.json"),
+)
+
+
+def contenders() -> str:
+    """vLLM, if its environment is here."""
+    return "vllm" if VLLM.is_file() else ""
+
+
+def package(name: str) -> bool:
+    """Whether a package is installed."""
+    return importlib.util.find_spec(name) is not None
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure what has no result of this commit; raises SystemExit(1) if a run failed."""
+    args = parse(arguments)
+    runs = [run for run in RUNS if not args.only or run.name in args.only]
+    name, code = machine()["name"], commit()
+    deadline = time.monotonic() + 60 * args.minutes
+    failed, left = [], []
+    for run in runs:
+        output = args.directory / f"{run.name}-{name}.json"
+        if run.missing:
+            left.append(f"{run.name} (needs {run.missing})")
+        elif not args.retry and measured(output, code):
+            print(f"{run.name}: is measured at {code}", flush=True)
+        elif args.list:
+            print(f"{run.name}: {run.minutes:g} minutes: {shlex.join(run.command(output)[1:])}")
+        elif time.monotonic() + 60 * run.minutes > deadline:
+            left.append(f"{run.name} (takes {run.minutes:g} minutes)")
+        elif reason := measure(run, output):
+            failed.append(f"{run.name} ({reason}; {LOGS / run.name}.log)")
+    if not VLLM.is_file():
+        print("without vLLM: `make .venv-vllm/.installed` installs it; then `--only rollout rollout-long --retry`")
+    if left:
+        print(f"not measured: {'; '.join(left)}")
+    if failed:
+        raise SystemExit(f"failed: {'; '.join(failed)}")
+
+
+def measured(path: Path, code: str) -> bool:
+    """Whether the file has figures of the code that is checked out."""
+    known = code and not code.endswith("+")  # changes that are in no commit may be others than before
+    return bool(known) and path.is_file() and json.loads(path.read_text()).get("commit") == code
+
+
+def measure(run: Run, output: Path) -> str:
+    """Run it and put its file in place; returns the reason if there is none."""
+    LOGS.mkdir(parents=True, exist_ok=True)
+    made, log = LOGS / output.name, LOGS / f"{run.name}.log"
+    made.unlink(missing_ok=True)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(run.threads),
+        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+    }
+    if not torch.cuda.is_available():
+        environment["DS_ACCELERATOR"] = "cpu"
+    start, limit_s = time.monotonic(), 60 * max(PATIENCE * run.minutes, LEAST_MINUTES)
+    print(f"{run.name}: about {run.minutes:g} minutes", end="", flush=True)
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            run.command(made),
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(limit_s)
+            reason = f"ended with code {code}" if code else "" if made.is_file() else "wrote no result"
+        except subprocess.TimeoutExpired:
+            reason = f"did not end within {limit_s / 60:.0f} minutes"
+        finally:
+            end_session(process)
+    print(f"; took {(time.monotonic() - start) / 60:.1f}{f'; {reason}' if reason else ''}", flush=True)
+    if not reason:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(made.read_text())
+    return reason
+
+
+def end_session(process: subprocess.Popen) -> None:
+    """End a process that still runs, and those that it started. It has a moment to release its locks."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [run.name for run in RUNS]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="RUN", help=f"some of: {', '.join(names)}")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="of all runs of this call; default: no limit"
+    )
+    parser.add_argument("--retry", action="store_true", help="measure again what has a result of this commit")
+    parser.add_argument("--list", action="store_true", help="print what would run")
+    parser.add_argument("--directory", type=Path, default=RESULTS, help="of the results")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()
