@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
+from torch.distributed.distributed_c10d import _get_default_group, _get_default_store, _set_pg_timeout
 
 # Data-parallel ranks number their prompt rows from `rank * ROWS_PER_RANK`, so that no two rows share a sampling key.
 ROWS_PER_RANK = 1 << 40
@@ -65,13 +65,13 @@ def broadcast_object(value: Any, group: dist.ProcessGroup | None = None) -> Any:
 def timeout_s(group: dist.ProcessGroup | None) -> float:
     """Seconds after which a collective of `group` fails, if a rank does not join it (torch 2.13 shows it in private
     attributes alone)."""
-    group = group or dist.group.WORLD
-    return group._get_backend(group._device_types[0]).options._timeout.total_seconds()
+    own = _get_default_group() if group is None else group
+    return own._get_backend(own._device_types[0]).options._timeout.total_seconds()
 
 
 def limit_waits(groups: Iterable[dist.ProcessGroup | None], limit_s: float) -> None:
     """Let every collective of these groups fail after `limit_s` seconds, if a rank does not join it."""
-    for group in dict.fromkeys(group or dist.group.WORLD for group in groups):
+    for group in dict.fromkeys(_get_default_group() if group is None else group for group in groups):
         _set_pg_timeout(timedelta(seconds=limit_s), group)
 
 
