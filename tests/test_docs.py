@@ -55,7 +55,7 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.re
 def test_every_code_block_has_a_language(page):
     """ "python" blocks are run by this file, `test_readme.py`, `test_environments.py` and `test_trl.py`; "bash" by
     `test_launchers.py`, `test_recipes.py` and, for `make`, CI; all of `docs/jobs/` by `test_job_pages.py`; "text" is
-    not run."""
+    not run. All of `upstream.md`: `test_upstream.py`."""
     fences = re.findall(r"^```(.*)$", page.read_text(), re.M)
     assert len(fences) % 2 == 0 and set(fences[1::2]) <= {""}
     allowed = {
@@ -63,6 +63,7 @@ def test_every_code_block_has_a_language(page):
         "launchers.md": {"bash", "text"},
         "migration.md": {"python"},
         "environments.md": {"python"},
+        "upstream.md": {"python"},
     }
     of_jobs = {"python", "bash", "diff", "json", "yaml", "text"}
     assert set(fences[::2]) <= (of_jobs if page.parent.name == "jobs" else allowed.get(page.name, {"text"}))
