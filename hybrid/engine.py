@@ -937,8 +937,7 @@ def group_of_mpu(mpu: Any, size: int | str) -> dist.ProcessGroup | None:
 
 
 def drop_global_references(model: nn.Module) -> None:
-    """Remove the global references that ZeRO-3 (deepspeed 0.19.8) keeps to `model`, its engine and its optimizer: the
-    list that every engine adds its model to, and a cache of the parameters that a module releases."""
+    """Remove the global references that ZeRO-3 keeps to `model`, its engine and its optimizer (docs/upstream.md)."""
     FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module is not model]
     cached = vars(PartitionedParameterCoordinator).get("_PartitionedParameterCoordinator__params_to_release")
     for cell in getattr(cached, "__closure__", None) or ():  # the cache is wrapped by a decorator

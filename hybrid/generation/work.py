@@ -279,7 +279,7 @@ class NativeWork(Work):
     def key(self) -> Hashable:
         if self.processors is not None:
             return None
-        # Hugging Face's repetition penalty counts padding as well (5.23): with it, only prompts of equal width.
+        # Before transformers 5.23 the repetition penalty counts padding as well: with it, only prompts of equal width.
         width = 0 if self.config.repetition_penalty in (None, 1.0) else self.prompt_ids.shape[1]
         settings = self.logprob_temperature, self.return_router_indices, width
         return "native completions", self.config.to_json_string(use_diff=False), *settings

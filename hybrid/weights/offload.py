@@ -116,8 +116,7 @@ def scratch(optimizer: Any) -> list[torch.Tensor]:
 
 
 def relink(optimizer: Any) -> None:
-    """Link each parameter to its optimizer states again after a reload, for ZeRO 1 and 2. DeepSpeed's reload drops the
-    links (0.19.8), and `safe_get_full_optimizer_state` would fail from then on."""
+    """Link each parameter to its optimizer states again after a reload, for ZeRO 1 and 2 (docs/upstream.md)."""
     if getattr(optimizer, "_hp_optimizer_states_linked", False):
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()

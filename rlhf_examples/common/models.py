@@ -79,7 +79,7 @@ class LoRA:
             target_modules=names,
             task_type=task,
         )
-        # Factors in the weights' dtype: DeepSpeed rejects a partitioned model with parameters of two dtypes (0.19.8).
+        # Factors in the weights' dtype: `rollout.lora: unmerged` would merge others.
         return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
@@ -372,7 +372,7 @@ def supported_attentions(config: PretrainedConfig) -> list[str]:
 def load_exported(name: str, ds_config: dict[str, Any], attn_implementation: str = "") -> nn.Module:
     """A language model for inference: a whole one, or an adapter's base with the adapter.
 
-    Does not use PEFT's own Auto classes, which also resize the embeddings to the directory's tokenizer (0.21).
+    Does not use PEFT's own Auto classes, which also grow the embeddings to a larger tokenizer in the directory (0.21).
     """
     base = load(AutoModelForCausalLM, base_model_of(name), ds_config, attn_implementation=attn_implementation)
     if base_model_of(name) == name:

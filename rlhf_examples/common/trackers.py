@@ -67,7 +67,7 @@ class Tracker:
     """
 
     def __init__(self, name: str, directory: Path, start: int, project: str, run_name: str, settings: dict):
-        PartialState()  # accelerate asks it which process writes
+        PartialState()  # some trackers start only with one (docs/upstream.md)
         self.name = name
         if name == "tensorboard":
             self.tracker = TensorBoardTracker("tensorboard", directory, purge_step=start + 1)
