@@ -23,15 +23,15 @@ except ImportError:  # transformers brings it, so the message below says that tr
     Requirement = None
 
 ROOT = Path(__file__).resolve().parents[1]
-GIVEN = {"torch": ">=2.6", "transformers": ">=5.17,<6"}  # they must be installed: they are too large to carry
+GIVEN = {"torch": ">=2.10", "transformers": ">=5.17,<6"}  # they must be installed: they are too large to carry
 # What `hybrid`, `benchmarks/gpu.py` and the tests on a device import, and what runs these tests.
 NEEDED = {
     "deepspeed": ">=0.19.8",
     "peft": ">=0.21",
     "accelerate": ">=1.10",
-    "pydantic": ">=2",
-    "hjson": "",
-    "psutil": "",
+    "pydantic": ">=2.3",
+    "hjson": ">=3.1",
+    "psutil": ">=5.9",
     "pytest": ">=8",
     "pytest-timeout": "",
     "pytest-xdist": "",

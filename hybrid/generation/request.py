@@ -152,7 +152,7 @@ class Request:
         own = processes.LogitsProcessorList()
         if metadata.repetition_penalty != 1.0:
             penalty = float(metadata.repetition_penalty)
-            own.append(processes.RepetitionPenaltyLogitsProcessor(penalty, self.padding_lengths()))
+            own.append(RowRepetitionPenalty(penalty, self.padding_lengths()))
         if metadata.min_new_tokens and len(self.stop_token_ids):
             shortest = metadata.min_new_tokens
             own.append(processes.MinNewTokensLengthLogitsProcessor(width, shortest, self.stop_token_ids))
@@ -165,9 +165,9 @@ class Request:
     @property
     def runs_user_code(self) -> bool:
         """Whether processors are the user's: then only the rank that has them can run them."""
-        # Those of joined requests are of transformers alone.
+        # Those of joined requests are of transformers and ours alone.
         processors = self.processors.args[0] if isinstance(self.processors, partial) else ()
-        return any(not type(processor).__module__.startswith("transformers.") for processor in processors)
+        return any(not type(processor).__module__.startswith(("transformers.", "hybrid.")) for processor in processors)
 
     @property
     def longest(self) -> int:
@@ -262,6 +262,25 @@ class GenerateInputs:
         )
 
 
+class RowRepetitionPenalty(processes.LogitsProcessor):
+    """Hugging Face's repetition penalty, of each row's tokens without its padding. Theirs knows rows from transformers
+    5.23 on only.
+
+    prompt_ignore_length: padding tokens before each row, int64 [rows].
+    """
+
+    def __init__(self, penalty: float, prompt_ignore_length: torch.Tensor):
+        self.penalty, self.prompt_ignore_length = penalty, prompt_ignore_length
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        vocab_size, padding = scores.shape[1], self.prompt_ignore_length.to(input_ids.device)
+        is_padding = torch.arange(input_ids.shape[1], device=input_ids.device) < padding[:, None]
+        seen = torch.zeros(len(scores), vocab_size + 1, dtype=torch.bool, device=scores.device)
+        seen.scatter_(1, input_ids.masked_fill(is_padding, vocab_size), True)
+        penalized = torch.where(scores < 0, scores * self.penalty, scores / self.penalty)
+        return torch.where(seen[:, :-1], penalized, scores)
+
+
 def process_rows(
     processors: processes.LogitsProcessorList, ids: torch.Tensor, scores: torch.Tensor, rows: torch.Tensor
 ) -> torch.Tensor:
@@ -272,7 +291,7 @@ def process_rows(
     for processor in processors:
         padding = getattr(processor, "prompt_ignore_length", None)
         if isinstance(padding, torch.Tensor):
-            processor = processes.RepetitionPenaltyLogitsProcessor(processor.penalty, padding[rows.to(padding.device)])
+            processor = RowRepetitionPenalty(processor.penalty, padding[rows.to(padding.device)])
         scores = processor(ids, scores)
     return scores
 

@@ -74,7 +74,7 @@ def mapped_buffer(
 ) -> tuple[torch.Tensor, bool]:
     """Memory that the devices of all ranks of `group` have mapped, [nbytes / itemsize], and whether they can add by
     multicast. A collective."""
-    from torch.distributed import _symmetric_memory as symmetric_memory  # torch's CUDA builds (2.6 and later)
+    from torch.distributed import _symmetric_memory as symmetric_memory  # torch's CUDA builds
 
     buffer = symmetric_memory.empty(nbytes // dtype.itemsize, dtype=dtype, device=device)
     return buffer, symmetric_memory.rendezvous(buffer, group).multicast_ptr != 0

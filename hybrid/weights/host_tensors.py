@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# torch 2.6 to 2.13: how many tensors and storage objects refer to a storage.
+# torch 2.10 to 2.13: how many tensors and storage objects refer to a storage.
 use_count = torch._C._storage_Use_Count
 
 

@@ -90,7 +90,7 @@ def test_a_bare_python_gets_the_message_too(tmp_path):
     """Without any package, `packaging` included."""
     command = [sys.executable, "-S", "-m", "benchmarks.wheels", "install", "--wheels", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={})
-    assert done.returncode == 1 and "lacks torch>=2.6, transformers>=5.17,<6, which wheels/" in done.stderr
+    assert done.returncode == 1 and "lacks torch>=2.10, transformers>=5.17,<6, which wheels/" in done.stderr
 
 
 def test_make_downloads_pinned_versions_for_the_other_python(tmp_path, monkeypatch):
