@@ -361,7 +361,7 @@ def read_step(directory: Path) -> Step:
     key = directory.resolve().name
     return Step(
         key=key,
-        title=STEP_TITLES.get(key, key),
+        title=title_of(key, read_json(directory.parent / PIPELINE, {}).get("steps", {}).get(key, {})),
         log=pd.DataFrame(numbers, index=pd.Index(iterations, dtype=int), dtype=float),
         not_finite=not_finite,
         histograms=histograms,
@@ -369,6 +369,15 @@ def read_step(directory: Path) -> Step:
         completions=read_completions(directory),
         settings=read_json(directory / SETTINGS, {}),
     )
+
+
+def title_of(name: str, settings: dict) -> str:
+    """A step's title, by its name in a pipeline and its settings there: what its script does, and the name if that says
+    more."""
+    if name in STEP_TITLES:
+        return STEP_TITLES[name]
+    script = settings.get("script", "")
+    return f"{STEP_TITLES[script]}: {name}" if script in STEP_TITLES else name
 
 
 def step_section(step: Step) -> dict:
@@ -481,7 +490,7 @@ def summary_figures(summary: dict) -> list[Figure]:
         stem = name.removesuffix("_before")
         if name in remaining and not (name != stem and f"{stem}_after" in remaining):
             stem = name.removesuffix("_after")
-            figures.append(figure(stem.replace("_", " "), name, f"{stem}_before" if stem != name else ""))
+            figures.append(figure(stem.replace("_", " ").capitalize(), name, f"{stem}_before" if stem != name else ""))
     return figures
 
 

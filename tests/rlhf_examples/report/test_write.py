@@ -18,7 +18,7 @@ import pytest
 from rlhf_examples.common.run_log import RunLog
 from rlhf_examples.common.trackers import Histogram
 from rlhf_examples.report.charts import MOST_POINTS, downsampled, draw_histogram, phase_seconds, smoothed
-from rlhf_examples.report.write import duration, summary_figures, write_comparison, write_report
+from rlhf_examples.report.write import duration, summary_figures, title_of, write_comparison, write_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ODD = "<script>alert(1)</script> </p> &amp; {{ 7 * 7 }} \u202egnp 🙂 \ud83d \x00 [/red] 'q' \"q\""
@@ -128,6 +128,19 @@ def test_every_step_has_a_section_in_pipeline_order(run, page, tmp_path):
     for number, name in enumerate(("ppo", "sft")):
         os.utime(tmp_path / "run" / name / "metrics.jsonl", (number, number))
     assert Page(write_report(tmp_path / "run")).texts["h2"] == ["PPO", "Supervised fine-tuning"], "as they ended"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "title"),
+    [
+        ("sft", {}, "Supervised fine-tuning"),
+        ("sums", {"script": "sft"}, "Supervised fine-tuning: sums"),
+        ("sums", {"script": "throughput"}, "sums"),
+        ("sums", {}, "sums"),
+    ],
+)
+def test_the_title_of_a_step_says_what_it_does(name, settings, title):
+    assert title_of(name, settings) == title
 
 
 def test_figures_match_the_log(page):
@@ -389,8 +402,8 @@ def test_a_figure_before_and_after_is_one_card():
     figures = {
         figure.label: figure for figure in summary_figures({"my_before": 1, "my_after": 2, "my_after_stderr": 0.5})
     }
-    assert figures.keys() == {"my"}
-    assert (figures["my"].before, figures["my"].now, figures["my"].error) == ("1", "2", "0.5")
+    assert figures.keys() == {"My"}
+    assert (figures["My"].before, figures["My"].now, figures["My"].error) == ("1", "2", "0.5")
 
 
 def test_two_runs_are_compared(two_runs):
