@@ -482,6 +482,7 @@ def summary_figures(summary: dict) -> list[Figure]:
         ("GRPO, exact match", "grpo_exact_match_after", "grpo_exact_match_before", "held-out problems"),
         ("Reward model", "reward_accuracy", "", "accuracy on held-out pairs"),
         ("Tokens per second", "tokens_per_second", "", speedup),
+        ("SFT, loss", "sft_loss_after", "sft_loss_before", "held-out records"),
     ]
     figures = [figure(label, now, before, note) for label, now, before, note in labelled if now in remaining]
     if speedup:

@@ -149,7 +149,7 @@ def test_figures_match_the_log(page):
         "Gold score": "0.48 → 0.91 ± 0.012",
         "KL to the reference": "3.25",
         "Tokens per second": "1,500 → 1,500",  # the step's value; the summary's has the same label
-        "my own": "7",
+        "My own": "7",
         "Loss, held out": "0.35 → 0.117",
         "Reward": "1.5 → 19.5",  # means of 1, 2 and of 19, 20
         "KL, nats per sequence": "0.15 → 1.95",
