@@ -30,6 +30,7 @@ help: ## list the targets
 .venv/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10))" || \
 		{ echo "Python 3.10 or newer is needed, $(PYTHON) is $$($(PYTHON) --version); try make PYTHON=python3.11"; exit 1; }
+	@echo "installing into .venv; pip is silent for 2 to 10 minutes"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt torch
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test]"
