@@ -36,7 +36,7 @@ help: ## list the targets
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test]"
 	@touch $@
 
-demo: .venv/.installed ## supervised tuning, reward model, PPO, GRPO with one turn and several: runs/demo/report.html (5 minutes)
+demo: .venv/.installed ## supervised fine-tuning, reward model, PPO, GRPO with one turn and several: runs/demo/report.html (5 minutes)
 	$(LAUNCH) -m rlhf_examples.pipeline configs/demo.yaml --overwrite true
 
 demo-seeds: .venv/.installed ## the demo with seeds 0, 1 and 2: mean and standard error of its figures (20 minutes)

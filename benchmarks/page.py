@@ -285,7 +285,7 @@ def numbers(results: Results) -> list[str]:
         [
             f"7B bf16, {model.rows} rows a GPU, context {model.context}",
             *["–"] * len(machines),
-            f"{roofline.tokens_per_s('7B', roofline.DEVICES[0], model):.0f} a GPU, by a model",
+            f"{roofline.tokens_per_s('7B', roofline.DEVICES[0], model):.0f} a GPU, estimated",
         ],
         [
             "GRPO step in TRL: time of TRL's default over ours",

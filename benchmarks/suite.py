@@ -57,7 +57,7 @@ class Run:
     def command(self, output: Path) -> list[str]:
         """The command line that measures it."""
         launch = ["-m", "torch.distributed.run", f"--nproc_per_node={self.ranks}"] * bool(self.ranks)
-        flags = shlex.split(self.flags.format(stories=STORIES, contenders=contenders()))
+        flags = shlex.split(self.flags.format(stories=STORIES, vllm=vllm_contender()))
         return [sys.executable, *launch, "-m", f"benchmarks.{self.benchmark}", *flags, "--output", str(output)]
 
     @property
@@ -83,12 +83,12 @@ SLICES = (
 TRL = '--contenders "TRL\'s default: gather all, Hugging Face" "hybrid.install()" rollout_func'
 INFERENCE = "--contenders fused int8 hf hf-compiled"
 
-# What `docs/benchmarks.md` shows, the most telling first.
+# What `docs/benchmarks.md` shows, most informative first.
 RUNS = (
     Run(
         "rollout",
         "rollout",
-        f"--cases {SHORT} --contenders hybrid hybrid-new-weights hf {{contenders}} --rounds 3",
+        f"--cases {SHORT} --contenders hybrid hybrid-new-weights hf {{vllm}} --rounds 3",
         25,
         threads=2,
     ),
@@ -104,7 +104,7 @@ RUNS = (
         8,
         ranks=2,
     ),
-    Run("rollout-long", "rollout", f"--cases {LONG} --contenders hybrid {{contenders}} --rounds 2", 10, threads=2),
+    Run("rollout-long", "rollout", f"--cases {LONG} --contenders hybrid {{vllm}} --rounds 2", 10, threads=2),
     Run("tp-10M-f32", "modes", f"--shape 10M {SLICES}", 1, ranks=2),
     Run("tp-10M-bf16", "modes", f"--shape 10M --dtype bf16 {SLICES}", 1, ranks=2),
     Run("tp-120M-f32", "modes", f"--shape 120M {SLICES}", 3, ranks=2),
@@ -129,7 +129,7 @@ RUNS = (
 )
 
 
-def contenders() -> str:
+def vllm_contender() -> str:
     """vLLM, if its environment is here."""
     return "vllm" if VLLM.is_file() else ""
 
@@ -151,7 +151,7 @@ def main(arguments: list[str] | None = None) -> None:
         if run.missing:
             left.append(f"{run.name} (needs {run.missing})")
         elif not args.retry and measured(output, code):
-            print(f"{run.name}: is measured at {code}", flush=True)
+            print(f"{run.name}: already measured at {code}", flush=True)
         elif args.list:
             print(f"{run.name}: {run.minutes:g} minutes: {shlex.join(run.command(output)[1:])}")
         elif time.monotonic() + 60 * run.minutes > deadline:

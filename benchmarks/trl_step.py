@@ -80,7 +80,8 @@ def main() -> None:
         title = (
             f"{size / 1e6:.0f}M parameters, {args.dtype}, {dist.get_world_size()} ranks on {hardware()}; "
             f"{args.sequences} sequences per rank in groups of {args.num_generations}, {PROMPT_LENGTH} + "
-            f"{args.new_tokens} tokens; {args.rounds} rounds of {args.steps} steps in alternation"
+            f"{args.new_tokens} tokens; {args.rounds} round{'s' * (args.rounds != 1)} of {args.steps} steps each, "
+            "contenders alternating"
         )
         ways = {name: asdict(contender) for name, contender in contenders.items()}
         result = {**about, "title": title, "contenders": ways}

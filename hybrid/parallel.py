@@ -239,7 +239,8 @@ class InferenceGroup:
 
 
 def engine_name() -> str:
-    """A name for the engine under construction: equal on every rank, different from every other engine's.
+    """A name for the engine under construction, equal on every rank. With several ranks it differs from every other
+    engine's; with one it is "0", because no key is shared.
 
     Ranks build their engines in the same order, so the name is a per-rank count of engines.
     """

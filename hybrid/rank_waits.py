@@ -1,7 +1,7 @@
-"""Logs which ranks this one waits for, if a collective of ours takes long.
+"""Logs which ranks this one waits for, when a collective of the engine takes long.
 
-A thread looks once a second at what the thread that uses the engine is doing, so that collectives themselves do nothing
-more. A rank that waits says so in torch.distributed's key-value store; a rank that does not say so is missing.
+A thread polls the stack of the engine's thread once a second, so that collectives themselves do nothing more. A waiting
+rank publishes it in torch.distributed's key-value store; a rank that has published nothing counts as missing.
 """
 
 import sys
@@ -53,7 +53,8 @@ def code_of(function: Callable) -> CodeType:
     return unwrap(function).__code__
 
 
-# Functions in which a rank waits for others, and the group of these by the function's local variables.
+# Functions in which a rank waits for others, and their process group by the names of the function's local variables:
+# renaming `group`, `absent`, `storage` or `layouts` there needs a change here.
 COLLECTIVES: dict[CodeType, Callable[[dict[str, Any]], Group]] = {
     code_of(min_over_ranks): lambda variables: None,
     code_of(any_rank): lambda variables: variables["group"],
@@ -66,7 +67,7 @@ COLLECTIVES: dict[CodeType, Callable[[dict[str, Any]], Group]] = {
     code_of(HostMemory.barrier): lambda variables: variables["self"].group,
     code_of(Fetch.wait): lambda variables: group_of(variables["self"].storage),
     code_of(SliceExchange.finish): lambda variables: group_of(variables["self"].layouts),
-    code_of(gathered): lambda variables: group_of(variables.get("absent", ())),
+    code_of(gathered): lambda variables: group_of(variables.get("absent", ())),  # unset as it starts
 }
 
 # What a rank waits to do: of the functions that it is in, the innermost that is here.
@@ -99,7 +100,9 @@ def group_of(params: Iterable[Any]) -> Group:
 class Wait:
     """A collective that a rank is in.
 
-    key: equal as long as it is the same one.  purpose: what the rank waits to do.  ranks: those that take part.
+    key: equal as long as it is the same one: the frame, or the group's address and the number of the exchange. A frame
+        keeps its local variables, tensors included, until the next poll.
+    purpose: what the rank waits to do.  ranks: those that take part.
     late: those that have not arrived, where that is known without the store.
     """
 
@@ -128,7 +131,8 @@ class RankWaits:
     again whenever that time has doubled. Of the ranks that wait, the first one logs.
 
     name: the engine's, equal on every rank.  report_after_s: None, or a world of one rank: nothing is logged.
-    lock: the engine's; the thread that holds it uses the engine.  groups: gives the groups whose ranks decode together.
+    lock: the engine's; the thread that holds it uses the engine.
+    groups: a bound method that gives the groups whose ranks decode together; held weakly.
     """
 
     def __init__(
@@ -160,7 +164,7 @@ class RankWaits:
         self.closed.set()
 
     def look(self) -> None:
-        """Take notice of what the engine's thread is doing now."""
+        """Poll the engine's thread: publish its wait, and log it when that is due."""
         user = self.builder or self.lock.owner_ident
         wait = None if user is None else wait_in(sys._current_frames().get(user)) or self._wait_of_kernels()
         now = time.monotonic()
@@ -227,7 +231,7 @@ def watch_waits(reference: "weakref.ref[RankWaits]", closed: threading.Event) ->
 def waiting_message(purpose: str, elapsed_s: float, missing: dict[int, str]) -> str:
     """The text of a log line.  missing: ranks that have not come, and what each waits to do instead; "": nothing."""
     if not missing:
-        return f"hybrid: all ranks have come to {purpose}, which takes long ({elapsed_s:.0f} s)"
+        return f"hybrid: all ranks have joined the collective to {purpose}; it has taken {elapsed_s:.0f} s"
     elsewhere = {number: other for number, other in missing.items() if other}
     text = f"hybrid: waiting for {named(list(missing))} to {purpose} ({elapsed_s:.0f} s)"
     if elsewhere:

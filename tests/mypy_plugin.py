@@ -1,4 +1,4 @@
-"""What mypy must know of torch, DeepSpeed and transformers, and their annotations do not say."""
+"""A mypy plugin: attribute and return types that the annotations of torch, DeepSpeed and transformers lack."""
 
 from collections.abc import Callable
 

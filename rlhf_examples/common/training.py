@@ -1,4 +1,4 @@
-"""The training loop over records that supervised tuning, reward models and DPO share."""
+"""The training loop over records that supervised fine-tuning, reward models and DPO share."""
 
 import math
 import time

@@ -35,7 +35,7 @@ class Lines(logging.Handler):
         self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if re.search("waiting for rank|all ranks have come", record.getMessage()):
+        if re.search("waiting for rank|all ranks have joined", record.getMessage()):
             self.texts.append(record.getMessage())
 
 
@@ -159,7 +159,7 @@ def test_every_collective_is_watched():
             "the same calls in the same order",
         ),
         (dict.fromkeys(range(1, 512), ""), "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 503 more to refresh weights (12 s)"),
-        ({}, "all ranks have come to refresh weights, which takes long (12 s)"),
+        ({}, "all ranks have joined the collective to refresh weights; it has taken 12 s"),
     ],
 )
 def test_messages(missing, text):
