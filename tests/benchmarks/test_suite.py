@@ -53,7 +53,7 @@ def test_what_is_measured_is_not_measured_again(folder, monkeypatch, capsys):
     assert names(folder) == ["a-abacus.json", "b-1-abacus.json"]
     assert "a: about 1 minutes; took 0.0\n" in capsys.readouterr().out
     run(folder)
-    assert "a: is measured at first\nb-1: is measured at first\n" in capsys.readouterr().out
+    assert "a: already measured at first\nb-1: already measured at first\n" in capsys.readouterr().out
     run(folder, "--retry", "--only", "b-1")
     printed = capsys.readouterr().out
     assert "b-1: about 1 minutes" in printed and "a:" not in printed
