@@ -89,6 +89,7 @@ PURPOSES: dict[CodeType, str] = {
     code_of(save_pretrained): "export the model",
 }
 DECODING = "decode together"  # sums inside the CPU kernels
+SEEN = "hybrid: first seen"  # no function has a variable of this name
 
 
 def group_of(params: Iterable[Any]) -> Group:
@@ -100,8 +101,8 @@ def group_of(params: Iterable[Any]) -> Group:
 class Wait:
     """A collective that a rank is in.
 
-    key: equal as long as it is the same one: the frame, or the group's address and the number of the exchange. A frame
-        keeps its local variables, tensors included, until the next poll.
+    key: equal as long as it is the same one: the time at which the collective was first seen, or the group's address
+        and the number of the exchange.
     purpose: what the rank waits to do.  ranks: those that take part.
     late: those that have not arrived, where that is known without the store.
     """
@@ -113,7 +114,10 @@ class Wait:
 
 
 def wait_in(frame: FrameType | None) -> Wait | None:
-    """The collective that a thread is in, by its innermost frame; None: in none of COLLECTIVES."""
+    """The collective that a thread is in, by its innermost frame; None: in none of COLLECTIVES.
+
+    The frame is marked, so that it is known again: one that was kept would keep the tensors of all calls around it.
+    """
     while frame is not None and frame.f_code not in COLLECTIVES:
         frame = frame.f_back
     if frame is None:
@@ -123,7 +127,7 @@ def wait_in(frame: FrameType | None) -> Wait | None:
     while outer is not None and outer.f_code not in PURPOSES:
         outer = outer.f_back
     purpose = f"run {frame.f_code.co_name}" if outer is None else PURPOSES[outer.f_code]
-    return Wait(frame, purpose, ranks)
+    return Wait(frame.f_locals.setdefault(SEEN, time.monotonic_ns()), purpose, ranks)
 
 
 class RankWaits:

@@ -29,7 +29,7 @@ def test_every_contender_has_a_row(tmp_path):
     path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
     done = run_script(["-m", "benchmarks.trl_step", *flags.split()], 2, timeout_s=500, env={"PYTHONPATH": path})
     assert done.returncode == 0, done.stdout[-4000:]
-    rows = re.findall(r"^\| ([^|]+) \| ([\d.]+) \(.*\) \| ([\d.]+) \(.*\) \| [\d.]+ \| [\d.]+ \|$", done.stdout, re.M)
+    rows = re.findall(r"^\| ([^|]+) \| ([\d.]+)[^|]* \| ([\d.]+)[^|]* \| [\d.]+ \| [\d.]+ \|$", done.stdout, re.M)
     assert tuple(name for name, *_ in rows) == NAMES, done.stdout[-4000:]
     assert all(float(generation) <= float(step) for _, step, generation in rows)
     coverages = re.findall(r"^coverage of (.*): (.*)$", done.stdout, re.M)

@@ -7,7 +7,10 @@ import json
 import logging
 import os
 import re
+import sys
+import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +20,7 @@ import torch.distributed as dist
 from deepspeed.utils import logger
 
 from hybrid import HybridEngine, SamplingParams
-from hybrid.rank_waits import COLLECTIVES, POLL_INTERVAL_S, waiting_message
+from hybrid.rank_waits import COLLECTIVES, POLL_INTERVAL_S, wait_in, waiting_message
 from tests.engines import engine_of, settings, train_step
 from tests.rank_pool import free_port, rank_context, rank_environment
 from tests.tiny_models import prompts, tiny_model
@@ -124,6 +127,32 @@ def check_silence() -> None:
 
 def test_null_logs_nothing(ranks):
     ranks.run(check_silence)
+
+
+def test_a_wait_is_known_again_and_keeps_nothing_alive(monkeypatch):
+    """Looks at one call give one key, looks at two calls two. What a call held is free when it ends."""
+
+    def blocked(entered: threading.Event, end: threading.Event) -> None:
+        held = torch.ones(4)
+        refs.append(weakref.ref(held))
+        entered.set()
+        end.wait()
+
+    refs, keys = [], []
+    monkeypatch.setitem(COLLECTIVES, blocked.__code__, lambda variables: None)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    for _ in range(2):
+        entered, end = threading.Event(), threading.Event()
+        thread = threading.Thread(target=blocked, args=(entered, end))
+        thread.start()
+        entered.wait()
+        waits = [wait_in(sys._current_frames()[thread.ident]) for _ in range(2)]
+        assert waits[0] == waits[1]
+        keys.append(waits[0].key)
+        end.set()
+        thread.join()
+        assert refs[-1]() is None
+    assert keys[0] != keys[1]
 
 
 WAITING = (
