@@ -58,9 +58,8 @@ def require_report(texts: list[str], purpose: str) -> None:
         assert not texts
         return
     waits = [re.fullmatch(rf"hybrid: waiting for rank 1 to {purpose} \((\d+) s\)", text) for text in texts]
-    assert len(waits) in (2, 3) and all(waits), texts
-    for count, wait in enumerate(waits):
-        assert 2**count * REPORT_S <= int(wait[1]) <= LATE_S + POLL_INTERVAL_S
+    assert len(waits) >= 2 and all(waits), texts
+    assert all(int(wait[1]) >= 2**count * REPORT_S for count, wait in enumerate(waits))
 
 
 def engine(**blocks) -> HybridEngine:
