@@ -171,6 +171,11 @@ def newest(results: Results, run: str) -> tuple[Any, str]:
     return result, label(result) if result else ""
 
 
+def joined(machines: list[str]) -> str:
+    """The machines of several runs, each once."""
+    return "; ".join(dict.fromkeys(machines))
+
+
 def over(results: Results, run: str, base: str) -> list[str]:
     """Tokens a second over those of another contender, in all cases."""
     result, where = newest(results, run)
@@ -181,24 +186,26 @@ def over(results: Results, run: str, base: str) -> list[str]:
 
 def steps(results: Results, phase: str) -> list[str]:
     """The time of TRL's default over that with `hybrid.install()`, for each size."""
-    values, where = [], ""
+    values, machines = [], []
     for run in STEPS:
         result, name = newest(results, run)
         if result:
-            first, where = next(iter(result["contenders"].values())), name
+            first = next(iter(result["contenders"].values()))
             values.append(quotient(first[phase], result["contenders"]["hybrid.install()"][phase]))
-    return span(values, where)
+            machines.append(name)
+    return span(values, joined(machines))
 
 
 def ways(results: Results, way: str) -> list[str]:
     """Tokens a second in a way over those of plain ZeRO-3, for each size."""
-    values, where = [], ""
+    values, machines = [], []
     for run in ("modes-10M", "modes-120M"):
         result, name = newest(results, run)
         if result:
-            made, where = result["results"], name
+            made = result["results"]
             values.append(quotient(made[ZERO]["rollout_s"], made[way]["rollout_s"]))
-    return span(values, where)
+            machines.append(name)
+    return span(values, joined(machines))
 
 
 def decoding(results: Results, base: str, contender: str = "fused") -> list[str]:
