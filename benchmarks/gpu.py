@@ -133,7 +133,7 @@ class Report:
         print(f"{work.name}, {contender}: {figures.get('error') or 'measured'}", flush=True)
 
     def write(self) -> None:
-        """Write the file, and the tables beside it."""
+        """Write the JSON file, and its tables to a file of the same name."""
         content = {"runs": self.runs, "rows": self.rows, "not_measured": self.not_measured}
         results.write(self.path, {**self.about, **content})
         self.path.with_suffix(".md").write_text(tables(self) + "\n")

@@ -14,7 +14,10 @@ from benchmarks.results import Spread
 MIB = 2**20
 EDGE = 5  # iterations of PPO at the beginning and at the end that are compared
 STANDARD_ERROR = "_stderr"  # suffix of figures that are the standard error, within a run, of another figure
-BASE_WAYS = {"pinned": "", "pinned, native": ", native"}  # with whole weights, and the suffix of the ways beside them
+BASE_WAYS = {
+    "pinned": "",
+    "pinned, native": ", native",
+}  # with whole weights: the suffix of the names of ways to compare with them
 
 
 def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
@@ -111,7 +114,7 @@ def inference(results: list[dict[str, Any]]) -> list[str]:
 
 
 def modes_title(result: dict[str, Any]) -> str:
-    """What was measured, in words."""
+    """A sentence that says what was measured."""
     args = result["args"]
     return (
         f"{result['parameters'] / 1e6:.0f}M parameters, {args['dtype']}; {args['sequences']} sequences a rank, "

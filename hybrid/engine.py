@@ -139,12 +139,10 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
             own = (None, self._group.group, self._group.tensor.group, None if exchange is None else exchange.group)
             limit_waits((*own, *partition_groups(self.module.parameters())), limit_s)
 
-    def _decoding_groups(self) -> Iterator[InferenceGroup]:
-        """The groups whose ranks compute together on the CPU kernels."""
-        fused, exchange = self.__dict__.get("_fused"), self.__dict__.get("_module_exchange")
-        for part in (fused, exchange):
-            if part is not None and part.group is not None:
-                yield from dict.fromkeys((part.group, part.group.tensor))
+    def _decoding_groups(self) -> list[InferenceGroup]:
+        """The groups whose ranks compute together; none while the engine is built."""
+        parts = (self.__dict__.get("_fused"), self.__dict__.get("_module_exchange"))
+        return [part.group for part in parts if part is not None and part.group is not None]
 
     def _replace_refused_decoder(self) -> None:
         """If the tensor-parallel decoder cannot be used, share the model's own modules instead."""

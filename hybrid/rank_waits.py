@@ -184,8 +184,9 @@ class RankWaits:
 
     def _wait_of_kernels(self) -> Wait | None:
         """The sum or gather inside the CPU kernels that has not ended because other ranks are late."""
-        groups = self.groups()
-        for group in () if groups is None else groups():
+        method = self.groups()
+        groups = () if method is None else method()
+        for group in dict.fromkeys(part for whole in groups for part in (whole, whole.tensor)):
             exchange, late = group.late_ranks()
             if late:
                 return Wait((id(group), exchange), DECODING, list(late), late)

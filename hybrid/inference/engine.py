@@ -1,7 +1,6 @@
 """`hybrid.init_inference` and its InferenceEngine: DeepSpeed's inference API over this project's decoders."""
 
 import inspect
-from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -162,10 +161,10 @@ class InferenceEngine(nn.Module):
             container.install()
         self._waits.built()
 
-    def _decoding_groups(self) -> Iterator[InferenceGroup]:
-        """The groups whose ranks compute together on the CPU kernels."""
-        group = None if (fused := self.__dict__.get("_fused")) is None else fused.group
-        yield from () if group is None else dict.fromkeys((group, group.tensor))
+    def _decoding_groups(self) -> list[InferenceGroup]:
+        """The groups whose ranks compute together; none while the engine is built."""
+        fused = self.__dict__.get("_fused")
+        return [] if fused is None or fused.group is None else [fused.group]
 
     def _make_sleep(self) -> Sleep:
         shared = self._exchange if self._exchange is not None else self._group if self._group.size > 1 else None
