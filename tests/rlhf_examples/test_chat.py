@@ -1,5 +1,6 @@
 """The chat in a terminal: through a pseudo-terminal as a user sees it, and its conversation as the models read it."""
 
+import codecs
 import contextlib
 import fcntl
 import io
@@ -73,6 +74,7 @@ class PseudoTerminal:
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is a signal
         )
         os.close(far)
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a read may end within a character
         self.seen = ""
 
     def until(self, text: str) -> str:
@@ -83,7 +85,7 @@ class PseudoTerminal:
             assert time.monotonic() < deadline, f"{text!r} did not come: {self.seen[-3000:]!r}"
             if ready:
                 try:
-                    self.seen += os.read(self.near, 4096).decode("utf-8", "replace").replace("\r", "")
+                    self.seen += self.decoder.decode(os.read(self.near, 4096)).replace("\r", "")
                 except OSError:  # the other side is closed
                     raise AssertionError(f"the chat ended before {text!r}: {self.seen[-3000:]}") from None
         before, self.seen = self.seen.split(text, 1)
