@@ -65,9 +65,9 @@ def pages(results: Results, root: Path) -> dict[Path, str]:
     """The text of every page and drawing by its path. Raises ValueError if README.md lacks a block."""
     readme = root / "README.md"
     text = readme.read_text()
-    there = [name for _, name, _ in BLOCK.findall(text)]
-    if sorted(there) != sorted(README_BLOCKS):
-        raise ValueError(f"{readme}: blocks {there}; needed once each: {', '.join(README_BLOCKS)}")
+    blocks = [name for _, name, _ in BLOCK.findall(text)]
+    if sorted(blocks) != sorted(README_BLOCKS):
+        raise ValueError(f"{readme}: blocks {blocks}; needed once each: {', '.join(README_BLOCKS)}")
     written = {
         root / "docs" / "benchmarks.md": filled(TEMPLATE.read_text(), results),
         readme: BLOCK.sub(lambda block: block[1] + "\n".join(README_BLOCKS[block[2]](results)) + "\n" + block[3], text),
@@ -81,10 +81,10 @@ def filled(template: str, results: Results) -> str:
     """The template with its places filled. Raises ValueError for an unknown place."""
 
     def text(place: re.Match) -> str:
-        name, *words = shlex.split(place[1])
+        name, *arguments = shlex.split(place[1])
         if name not in PLACES:
             raise ValueError(f"{TEMPLATE.name}: unknown place {name!r}; allowed: {', '.join(PLACES)}")
-        return "\n".join(PLACES[name](results, *words))
+        return "\n".join(PLACES[name](results, *arguments))
 
     return PLACE.sub(text, template)
 
@@ -93,8 +93,8 @@ def changed(texts: dict[Path, str]) -> list[str]:
     """The lines in which files differ from `texts`."""
     lines = []
     for path, text in texts.items():
-        there = path.read_text().splitlines() if path.is_file() else []
-        lines += difflib.unified_diff(there, text.splitlines(), str(path), "what the results give", n=0, lineterm="")
+        old = path.read_text().splitlines() if path.is_file() else []
+        lines += difflib.unified_diff(old, text.splitlines(), str(path), "what the results give", n=0, lineterm="")
     return lines
 
 
@@ -141,17 +141,25 @@ def separated(parts: Iterable[list[str]]) -> list[str]:
 def in_short(results: Results) -> list[str]:
     """What to conclude: a row for each comparison, of the newest result."""
     rows = [
-        ["tokens a second of rollouts", "Hugging Face's `generate`, whole model", *over(results, "rollout", "hf")],
-        ["the same", "vLLM for CPUs", *over(results, "rollout", "vllm")],
-        ["the same, long prompts and a vocabulary of 152k", "vLLM for CPUs", *over(results, "rollout-long", "vllm")],
-        ["a GRPO step of TRL's trainer", "TRL's default", *steps(results, "step_s")],
-        ["generation in that step", "TRL's default", *steps(results, "generate_s")],
-        ["rollouts under ZeRO-3, whole weights", "plain ZeRO-3", *ways(results, WHOLE)],
-        ["the same, a layer at a time", "plain ZeRO-3", *ways(results, "streaming")],
-        ["decoding with `init_inference`", "Hugging Face's `generate`", *decoding(results, "hf")],
-        ["the same", "Hugging Face's, compiled", *decoding(results, "hf-compiled")],
-        ["the same, int8 weights", "the same in bfloat16", *decoding(results, "fused", "int8")],
-        ["memory of the plan", "the measured peak", *planned(results)],
+        [
+            "tokens a second of rollouts",
+            "Hugging Face's `generate`, whole model",
+            *rollout_ratio(results, "rollout", "hf"),
+        ],
+        ["the same", "vLLM for CPUs", *rollout_ratio(results, "rollout", "vllm")],
+        [
+            "the same, long prompts and a vocabulary of 152k",
+            "vLLM for CPUs",
+            *rollout_ratio(results, "rollout-long", "vllm"),
+        ],
+        ["a GRPO step of TRL's trainer", "TRL's default", *step_ratio(results, "step_s")],
+        ["generation in that step", "TRL's default", *step_ratio(results, "generate_s")],
+        ["rollouts under ZeRO-3, whole weights", "plain ZeRO-3", *zero3_ratio(results, WHOLE)],
+        ["the same, a layer at a time", "plain ZeRO-3", *zero3_ratio(results, "streaming")],
+        ["decoding with `init_inference`", "Hugging Face's `generate`", *decode_ratio(results, "hf")],
+        ["the same", "Hugging Face's, compiled", *decode_ratio(results, "hf-compiled")],
+        ["the same, int8 weights", "the same in bfloat16", *decode_ratio(results, "fused", "int8")],
+        ["memory of the plan", "the measured peak", *plan_ratio(results)],
         ["rollouts on GPUs", "–", *on_gpus(results)],
     ]
     return tables.markdown(["this engine", "over", "ratio", "on"], rows)
@@ -176,48 +184,53 @@ def joined(machines: list[str]) -> str:
     return "; ".join(dict.fromkeys(machines))
 
 
-def over(results: Results, run: str, base: str) -> list[str]:
+def rollout_ratio(results: Results, run: str, base: str) -> list[str]:
     """Tokens a second over those of another contender, in all cases."""
     result, where = newest(results, run)
     cases = result["cases"] if result else []
-    pairs = [case["results"] for case in cases if base in case["results"]]
-    return span([quotient(made[base]["seconds"], made["hybrid"]["seconds"]) for made in pairs], where)
+    seconds = [case["results"] for case in cases if base in case["results"]]
+    return span([quotient(each[base]["seconds"], each["hybrid"]["seconds"]) for each in seconds], where)
 
 
-def steps(results: Results, phase: str) -> list[str]:
+def step_ratio(results: Results, phase: str) -> list[str]:
     """The time of TRL's default over that with `hybrid.install()`, for each size."""
     values, machines = [], []
     for run in STEPS:
         result, name = newest(results, run)
         if result:
-            first = next(iter(result["contenders"].values()))
-            values.append(quotient(first[phase], result["contenders"]["hybrid.install()"][phase]))
+            values.append(over_install(result, phase))
             machines.append(name)
     return span(values, joined(machines))
 
 
-def ways(results: Results, way: str) -> list[str]:
+def over_install(result: Figures, phase: str) -> float:
+    """How many times as long TRL's default, the first contender, takes as `hybrid.install()`."""
+    contenders = result["contenders"]
+    return quotient(next(iter(contenders.values()))[phase], contenders["hybrid.install()"][phase])
+
+
+def zero3_ratio(results: Results, way: str) -> list[str]:
     """Tokens a second in a way over those of plain ZeRO-3, for each size."""
     values, machines = [], []
     for run in ("modes-10M", "modes-120M"):
         result, name = newest(results, run)
         if result:
-            made = result["results"]
-            values.append(quotient(made[ZERO]["rollout_s"], made[way]["rollout_s"]))
+            seconds = result["results"]
+            values.append(quotient(seconds[ZERO]["rollout_s"], seconds[way]["rollout_s"]))
             machines.append(name)
     return span(values, joined(machines))
 
 
-def decoding(results: Results, base: str, contender: str = "fused") -> list[str]:
+def decode_ratio(results: Results, base: str, contender: str = "fused") -> list[str]:
     """Seconds of decoding of `base` over those of `contender`, for each number of rows."""
     parts = next(iter(results.starting("inference").values()), [])
-    made = [part["seconds"] for part in parts]
-    pairs = [each for each in made if base in each and contender in each]
-    values = [quotient(each[base]["decode"], each[contender]["decode"]) for each in pairs]
+    seconds = [part["seconds"] for part in parts]
+    comparable = [each for each in seconds if base in each and contender in each]
+    values = [quotient(each[base]["decode"], each[contender]["decode"]) for each in comparable]
     return span(values, label(parts[0]) if parts else "")
 
 
-def planned(results: Results) -> list[str]:
+def plan_ratio(results: Results) -> list[str]:
     """The memory plan over the measured peak."""
     result, where = newest(results, "overhead")
     return span([plan["planned"] / plan["peak"] for plan in result["plans"]] if result else [], where)
@@ -284,10 +297,10 @@ def numbers(results: Results) -> list[str]:
     model = roofline.Rollout()
     head = ["case", *map(label, machines), f"{roofline.GPUS} × H100"]
     rows = [
-        *([words, *(rollout_cell(each, case) for each in machines), NOT_MEASURED] for case, words in CASES.items()),
+        *([title, *(rollout_cell(each, case) for each in machines), NOT_MEASURED] for case, title in CASES.items()),
         *(
-            [words, *(gpu_cell(each, case) for each in machines), NOT_MEASURED]
-            for case, words in (GPU_CASES if results.of("gpu") else {}).items()
+            [title, *(gpu_cell(each, case) for each in machines), NOT_MEASURED]
+            for case, title in (GPU_CASES if results.of("gpu") else {}).items()
         ),
         [
             f"7B bf16, {model.rows} rows a GPU, context {model.context}",
@@ -307,17 +320,17 @@ def rollout_cell(result: dict[str, Any], case: str) -> str:
     """Tokens a second in a case, and its ratios in brackets."""
     if result["benchmark"] != "rollout":
         return "–"
-    made = next((each for each in result["cases"] if each["name"] == case), None)
-    if made is None:
+    measured = next((each for each in result["cases"] if each["name"] == case), None)
+    if measured is None:
         return NOT_MEASURED
-    ours = made["results"]["hybrid"]["seconds"]
+    ours = measured["results"]["hybrid"]["seconds"]
     ratios = []
     for base in ("hf", "vllm"):
-        if base in made["results"]:
-            value = quotient(made["results"][base]["seconds"], ours)
+        if base in measured["results"]:
+            value = quotient(measured["results"][base]["seconds"], ours)
             form = ".2f" if base == "vllm" else ".1f" if value < 10 else ".0f"
             ratios.append(f"{value:{form}} ×")
-    return f"{made['tokens'] / Spread.of(ours).median:.0f} ({', '.join(ratios)})"
+    return f"{measured['tokens'] / Spread.of(ours).median:.0f} ({', '.join(ratios)})"
 
 
 def gpu_cell(result: dict[str, Any], case: str) -> str:
@@ -338,9 +351,7 @@ def step_cell(results: Results, machine: str) -> str:
     for run in STEPS:
         for result in results.of(run):
             if result["machine"]["name"] == machine:
-                made = result["contenders"]
-                value = quotient(next(iter(made.values()))["step_s"], made["hybrid.install()"]["step_s"])
-                cells.append(f"{value:.1f} × ({result['title'].split()[0]})")
+                cells.append(f"{over_install(result, 'step_s'):.1f} × ({result['title'].split()[0]})")
     return ", ".join(cells) or NOT_MEASURED
 
 
@@ -348,7 +359,7 @@ def demo(results: Results) -> list[str]:
     """What the demo found."""
     result, _ = newest(results, "demo_seeds")
     rows = []
-    for words, name in (
+    for title, name in (
         ("PPO: gold score, 0 to 1", "gold_score"),
         ("GRPO: exact match on 211 sums that it has not seen", "grpo_exact_match"),
     ):
@@ -356,7 +367,7 @@ def demo(results: Results) -> list[str]:
         if result:
             values = [[seed[f"{name}_{when}"] for seed in result["summaries"].values()] for when in ("before", "after")]
             cells = ["{:.2f} ± {:.2f}".format(*tables.mean_and_error(each)) for each in values]
-        rows.append([words, *cells])
+        rows.append([title, *cells])
     return tables.markdown(["", "before", "after"], rows)
 
 

@@ -63,24 +63,24 @@ class Run:
     @property
     def missing(self) -> str:
         """What it needs and this machine does not have, or ""."""
-        there = (ROOT / self.needs).exists() if "/" in self.needs else not self.needs or package(self.needs)
-        return "" if there else self.needs
+        present = (ROOT / self.needs).exists() if "/" in self.needs else not self.needs or package(self.needs)
+        return "" if present else self.needs
 
 
-SHORT = (
+SHORT_CASES = (
     '"120M bf16 b64" "120M bf16 b16" "120M bf16 b1" "120M bf16 8x8 prompt 512" "120M bf16 b64 natural 256" '
     '"120M f32 b64" "120M f32 b16" "10M bf16 b64" "10M bf16 b16"'
 )
-LONG = '"120M bf16 b1 prompt 8192" "120M bf16 b16 prompt 2048" "0.5B bf16 b16"'
-MODES = (
+LONG_CASES = '"120M bf16 b1 prompt 8192" "120M bf16 b16 prompt 2048" "0.5B bf16 b16"'
+WAYS_TO_HOLD_WEIGHTS = (
     'pinned streaming "pinned, LoRA merged" "pinned, LoRA unmerged" "GatheredParameters(all) + Hugging Face" '
     '"ZeRO-3 that keeps all + Hugging Face" "plain ZeRO-3 Hugging Face"'
 )
-SLICES = (
+TENSOR_PARALLEL_FLAGS = (
     '--contenders pinned "tensor parallel" streaming "pinned, native" "tensor parallel, native" --sequences 16 '
     "--new_tokens 32 --rounds 3"
 )
-TRL = '--contenders "TRL\'s default: gather all, Hugging Face" "hybrid.install()" rollout_func'
+TRL_CONTENDERS = '--contenders "TRL\'s default: gather all, Hugging Face" "hybrid.install()" rollout_func'
 INFERENCE = "--contenders fused int8 hf hf-compiled"
 
 # What `docs/benchmarks.md` shows, most informative first.
@@ -88,27 +88,38 @@ RUNS = (
     Run(
         "rollout",
         "rollout",
-        f"--cases {SHORT} --contenders hybrid hybrid-new-weights hf {{vllm}} --rounds 3",
+        f"--cases {SHORT_CASES} --contenders hybrid hybrid-new-weights hf {{vllm}} --rounds 3",
         25,
         threads=2,
     ),
-    Run("trl_step", "trl_step", f"--shape 10M --rounds 5 {TRL}", 5, ranks=2, needs="trl"),
-    Run("trl_step-120M", "trl_step", f"--shape 120M --sequences 8 --steps 2 --rounds 1 {TRL}", 5, ranks=2, needs="trl"),
+    Run("trl_step", "trl_step", f"--shape 10M --rounds 5 {TRL_CONTENDERS}", 5, ranks=2, needs="trl"),
     Run(
-        "modes-10M", "modes", f"--shape 10M --sequences 32 --new_tokens 32 --rounds 5 --contenders {MODES}", 3, ranks=2
+        "trl_step-120M",
+        "trl_step",
+        f"--shape 120M --sequences 8 --steps 2 --rounds 1 {TRL_CONTENDERS}",
+        5,
+        ranks=2,
+        needs="trl",
+    ),
+    Run(
+        "modes-10M",
+        "modes",
+        f"--shape 10M --sequences 32 --new_tokens 32 --rounds 5 --contenders {WAYS_TO_HOLD_WEIGHTS}",
+        3,
+        ranks=2,
     ),
     Run(
         "modes-120M",
         "modes",
-        f"--shape 120M --dtype bf16 --sequences 32 --new_tokens 16 --rounds 2 --contenders {MODES}",
+        f"--shape 120M --dtype bf16 --sequences 32 --new_tokens 16 --rounds 2 --contenders {WAYS_TO_HOLD_WEIGHTS}",
         8,
         ranks=2,
     ),
-    Run("rollout-long", "rollout", f"--cases {LONG} --contenders hybrid {{vllm}} --rounds 2", 10, threads=2),
-    Run("tp-10M-f32", "modes", f"--shape 10M {SLICES}", 1, ranks=2),
-    Run("tp-10M-bf16", "modes", f"--shape 10M --dtype bf16 {SLICES}", 1, ranks=2),
-    Run("tp-120M-f32", "modes", f"--shape 120M {SLICES}", 3, ranks=2),
-    Run("tp-120M-bf16", "modes", f"--shape 120M --dtype bf16 {SLICES}", 3, ranks=2),
+    Run("rollout-long", "rollout", f"--cases {LONG_CASES} --contenders hybrid {{vllm}} --rounds 2", 10, threads=2),
+    Run("tp-10M-f32", "modes", f"--shape 10M {TENSOR_PARALLEL_FLAGS}", 1, ranks=2),
+    Run("tp-10M-bf16", "modes", f"--shape 10M --dtype bf16 {TENSOR_PARALLEL_FLAGS}", 1, ranks=2),
+    Run("tp-120M-f32", "modes", f"--shape 120M {TENSOR_PARALLEL_FLAGS}", 3, ranks=2),
+    Run("tp-120M-bf16", "modes", f"--shape 120M --dtype bf16 {TENSOR_PARALLEL_FLAGS}", 3, ranks=2),
     Run(
         "overhead",
         "overhead",
@@ -143,40 +154,40 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure what has no result of this commit; raises SystemExit(1) if a run failed."""
     args = parse(arguments)
     runs = [run for run in RUNS if not args.only or run.name in args.only]
-    name, code = machine()["name"], commit()
+    machine_name, head = machine()["name"], commit()
     deadline = time.monotonic() + 60 * args.minutes
-    failed, left = [], []
+    failed, left_out = [], []
     for run in runs:
-        output = args.directory / f"{run.name}-{name}.json"
+        output = args.directory / f"{run.name}-{machine_name}.json"
         if run.missing:
-            left.append(f"{run.name} (needs {run.missing})")
-        elif not args.retry and measured(output, code):
-            print(f"{run.name}: already measured at {code}", flush=True)
+            left_out.append(f"{run.name} (needs {run.missing})")
+        elif not args.retry and measured(output, head):
+            print(f"{run.name}: already measured at {head}", flush=True)
         elif args.list:
             print(f"{run.name}: {run.minutes:g} minutes: {shlex.join(run.command(output)[1:])}")
         elif time.monotonic() + 60 * run.minutes > deadline:
-            left.append(f"{run.name} (takes {run.minutes:g} minutes)")
+            left_out.append(f"{run.name} (takes {run.minutes:g} minutes)")
         elif reason := measure(run, output):
             failed.append(f"{run.name} ({reason}; {LOGS / run.name}.log)")
     if not VLLM.is_file():
         print("without vLLM: `make .venv-vllm/.installed` installs it; then `--only rollout rollout-long --retry`")
-    if left:
-        print(f"not measured: {'; '.join(left)}")
+    if left_out:
+        print(f"not measured: {'; '.join(left_out)}")
     if failed:
         raise SystemExit(f"failed: {'; '.join(failed)}")
 
 
-def measured(path: Path, code: str) -> bool:
-    """Whether the file has figures of the code that is checked out."""
-    known = code and not code.endswith("+")  # changes that are in no commit may be others than before
-    return bool(known) and path.is_file() and json.loads(path.read_text()).get("commit") == code
+def measured(path: Path, head: str) -> bool:
+    """Whether the file has figures of the commit that is checked out, `head`, "" if it is not known."""
+    known = head and not head.endswith("+")  # uncommitted changes may be others than before
+    return bool(known) and path.is_file() and json.loads(path.read_text()).get("commit") == head
 
 
 def measure(run: Run, output: Path) -> str:
     """Run it and put its file in place; returns the reason if there is none."""
     LOGS.mkdir(parents=True, exist_ok=True)
-    made, log = LOGS / output.name, LOGS / f"{run.name}.log"
-    made.unlink(missing_ok=True)
+    written, log = LOGS / output.name, LOGS / f"{run.name}.log"
+    written.unlink(missing_ok=True)
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(run.threads),
@@ -188,7 +199,7 @@ def measure(run: Run, output: Path) -> str:
     print(f"{run.name}: about {run.minutes:g} minutes", end="", flush=True)
     with log.open("w") as stream:
         process = subprocess.Popen(
-            run.command(made),
+            run.command(written),
             stdout=stream,
             stderr=subprocess.STDOUT,
             env=environment,
@@ -196,8 +207,8 @@ def measure(run: Run, output: Path) -> str:
             start_new_session=True,
         )
         try:
-            code = process.wait(limit_s)
-            reason = f"ended with code {code}" if code else "" if made.is_file() else "wrote no result"
+            exit_code = process.wait(limit_s)
+            reason = f"ended with code {exit_code}" if exit_code else "" if written.is_file() else "wrote no result"
         except subprocess.TimeoutExpired:
             reason = f"did not end within {limit_s / 60:.0f} minutes"
         finally:
@@ -205,7 +216,7 @@ def measure(run: Run, output: Path) -> str:
     print(f"; took {(time.monotonic() - start) / 60:.1f}{f'; {reason}' if reason else ''}", flush=True)
     if not reason:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(made.read_text())
+        output.write_text(written.read_text())
     return reason
 
 

@@ -28,6 +28,7 @@ from hybrid.decoders.tp_modules import SharedModules
 from hybrid.generation.environments import EnvironmentLoop
 from hybrid.kernels.host_memory import HostMemory
 from hybrid.memory_plan import agreed
+from hybrid.messages import shortened
 from hybrid.parallel import (
     InferenceGroup,
     all_gather_objects,
@@ -238,15 +239,9 @@ def waiting_message(purpose: str, elapsed_s: float, missing: dict[int, str]) -> 
     if not missing:
         return f"hybrid: all ranks have joined the collective to {purpose}; it has taken {elapsed_s:.0f} s"
     elsewhere = {number: other for number, other in missing.items() if other}
-    text = f"hybrid: waiting for {named(list(missing))} to {purpose} ({elapsed_s:.0f} s)"
+    ranks = f"rank{'s' * (len(missing) > 1)} {shortened(missing, NAMED_RANKS)}"
+    text = f"hybrid: waiting for {ranks} to {purpose} ({elapsed_s:.0f} s)"
     if elsewhere:
         others = "; ".join(f"rank {number} waits to {other}" for number, other in [*elsewhere.items()][:NAMED_RANKS])
         text += f"; {others}: every rank must make the same calls in the same order"
     return text
-
-
-def named(ranks: list[int]) -> str:
-    """Ranks for a message: "rank 1", "ranks 1, 3", and of many the first few and their number."""
-    listed = ", ".join(map(str, ranks[:NAMED_RANKS]))
-    more = f" and {len(ranks) - NAMED_RANKS} more" if len(ranks) > NAMED_RANKS else ""
-    return f"rank{'s' * (len(ranks) > 1)} {listed}{more}"

@@ -42,6 +42,7 @@ LAYERS = [
         "hybrid.profiling",
         "hybrid.extension_lock",
         "hybrid.inputs",
+        "hybrid.messages",
         "hybrid.call_lock",
         "hybrid.background_loop",
     ),

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 from transformers.generation import GenerationMode
 
 from hybrid.decoders.batch import Draws, PackedBatch, PagedKV
 from hybrid.decoders.drafts import Drafting, VerifiedTokens, verify_steps
 from hybrid.decoders.fused_model import AnyDecoder
+from hybrid.generation.request import GenerateInputs
 from hybrid.models.model_info import ModelInfo
 from hybrid.profiling import ModelTimes
 from hybrid.rollout import check_prompts
@@ -149,6 +150,28 @@ def hugging_face_generate(model: nn.Module, args: tuple, kwargs: dict[str, Any])
     while isinstance(generate, Route):
         generate = generate.own
     return generate(*args, **{**kwargs, "synced_gpus": False})
+
+
+def decoded_by(
+    decode: Callable[[nn.Module, GenerateInputs], Any], model: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """What `decode` returns for the model and the inputs that its own `generate` prepares from these arguments."""
+
+    def decoding_method(
+        model: nn.Module,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> Any:
+        streamer = kwargs.get("streamer")
+        inputs = GenerateInputs(
+            input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, streamer
+        )
+        return decode(model, inputs)
+
+    return hugging_face_generate(model, args, {**kwargs, "custom_generate": decoding_method})
 
 
 def hugging_face_method(config: GenerationConfig, kwargs: dict[str, Any]) -> str:

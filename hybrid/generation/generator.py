@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from deepspeed.utils import logger
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from hybrid.decoders.batch import is_packable
 from hybrid.decoders.calls import Calls, SharedCalls
@@ -22,6 +21,7 @@ from hybrid.generation.block_pool import BlockPool
 from hybrid.generation.completions import Completions
 from hybrid.generation.generate import (
     TooManyTokensError,
+    decoded_by,
     hugging_face_generate,
     hugging_face_method,
     prepared_config,
@@ -135,21 +135,7 @@ class Generator:
                 return self._by_hugging_face(args, kwargs, adapters, seed, method, num_prompts, prompt_len)
         kwargs = with_stop_strings(kwargs)
 
-        def decoding_method(
-            model: nn.Module,
-            input_ids: torch.Tensor,
-            logits_processor: LogitsProcessorList,
-            stopping_criteria: StoppingCriteriaList,
-            generation_config: GenerationConfig,
-            **model_kwargs: Any,
-        ) -> Any:
-            streamer = kwargs.get("streamer")
-            inputs = GenerateInputs(
-                input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, streamer
-            )
-            return self._decode(model, inputs, adapters, seed)
-
-        return hugging_face_generate(self.model, args, {**kwargs, "custom_generate": decoding_method})
+        return decoded_by(lambda model, inputs: self._decode(model, inputs, adapters, seed), self.model, args, kwargs)
 
     def _decode(self, model: nn.Module, inputs: GenerateInputs, adapters: bool | None, seed: int | None) -> Any:
         """Decode prompts as Hugging Face's `_sample` does (transformers 5.23), with our cache, sampler and window.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList
 
 from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.decoders.group_work import OwnError, Work
@@ -18,7 +18,7 @@ from hybrid.decoders.routers import recorded_routing
 from hybrid.generation.block_pool import BlockPool
 from hybrid.generation.completions import Completions
 from hybrid.generation.environments import EnvironmentLoop
-from hybrid.generation.generate import TimedDecoder, hugging_face_generate
+from hybrid.generation.generate import TimedDecoder, decoded_by
 from hybrid.generation.hf_cache import KVCache
 from hybrid.generation.lockstep import FusedForward, NativeForward, Outputs, in_lockstep
 from hybrid.generation.request import Begun, GenerateInputs, Request
@@ -292,23 +292,15 @@ class NativeWork(Work):
         return replace(done, router_indices=rows_of_calls(calls, self.prompt_mask))
 
     def _completions(self, resources: Resources, expands: bool) -> Completions:
-        def decoding_method(
-            model: nn.Module,
-            input_ids: torch.Tensor,
-            logits_processor: LogitsProcessorList,
-            stopping_criteria: StoppingCriteriaList,
-            generation_config: GenerationConfig,
-            **model_kwargs: Any,
-        ) -> Completions:
-            processors = logits_processor if self.processors is None else self.processors
-            inputs = GenerateInputs(input_ids, processors, stopping_criteria, generation_config, model_kwargs)
+        def decode(model: nn.Module, inputs: GenerateInputs) -> Completions:
+            if self.processors is not None:
+                inputs = replace(inputs, logits_processor=self.processors)
             forward = NativeForward(model, inputs, resources.kv_cache, expands)
-            outputs, phase = Outputs(generation_config, None), resources.profiler.phase
+            outputs, phase = Outputs(inputs.config, None), resources.profiler.phase
             return in_lockstep(forward, inputs, self.sampling_keys, outputs, phase, self.logprob_temperature)
 
         kwargs = {"attention_mask": self.prompt_mask, "generation_config": self.config, "use_cache": True}
-        kwargs["custom_generate"] = decoding_method
-        return hugging_face_generate(resources.model, (self.prompt_ids,), kwargs)
+        return decoded_by(decode, resources.model, (self.prompt_ids,), kwargs)
 
     def joined(self, works: list["NativeWork"]) -> "NativeWork":
         width = max(work.prompt_ids.shape[1] for work in works)

@@ -36,8 +36,8 @@ from hybrid.inference.tensor_files import (
     read_json,
     require_files,
     require_unsplit,
-    shortened,
 )
+from hybrid.messages import shortened
 
 HUGGING_FACE_NAMES: tuple[str, ...] = (
     "model.safetensors.index.json",

@@ -20,7 +20,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from hybrid.inference.tensor_files import Tensors, shortened
+from hybrid.inference.tensor_files import Tensors
+from hybrid.messages import shortened
 from hybrid.weights.int8 import WeightLoader
 
 ReadTensor = Callable[[str], torch.Tensor]  # a name in the model to the full tensor, cast and on the device

@@ -16,6 +16,8 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from safetensors import SafetensorError, safe_open
 
+from hybrid.messages import shortened
+
 # Classes in DeepSpeed's own checkpoints, in addition to tensors (0.19.8).
 DEEPSPEEDS = [DynamicLossScaler, LossScaler, ZeroStageEnum]
 # The exceptions of torch.load for a file that is not a valid pickle.
@@ -105,13 +107,6 @@ def open_index(path: Path) -> Tensors:
     if missing := [name for name, file in index.items() if name not in shards[file]]:
         raise ValueError(f"checkpoint: {path} names tensors that its files do not have: {shortened(missing)}")
     return {name: shards[file][name] for name, file in index.items()}
-
-
-def shortened(names: Iterable[str], most: int = 20) -> str:
-    """The first `most` names as text, with the number of further ones."""
-    names = list(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(str, names[:most])) + more
 
 
 # Parts

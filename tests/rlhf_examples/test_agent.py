@@ -39,7 +39,7 @@ def check_experience(directory: str) -> None:
     actor = Actor.load(args, total_steps=4, needs_reference=False)
     tokenizer = AutoTokenizer.from_pretrained(args.actor_model_name_or_path)
     games, rank = Games(TALK.make(tokenizer), tokenizer, args), dist.get_rank()
-    own = rows_of(TALK.records("train", size=9))[3 * rank :: 2][:3]  # other numbers of turns on each rank
+    own = rows_of(TALK.records("train", size=9))[3 * rank :: 2][:3]  # unequal numbers of turns on the ranks
     actor.policy.eval()
     with actor.policy.inference():
         batch, episodes = games.play(actor.policy, own, sampling(args, seed=0), args.num_generations)
