@@ -15,15 +15,24 @@ from pathlib import Path
 
 from benchmarks import results, tables
 
+RANKS = 2
+
 
 def run(seed: int, directory: Path) -> dict[str, float]:
     """Run the demo with one seed and return its summary; its output goes to `directory`.log."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "rlhf_examples.pipeline"]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc_per_node={RANKS}",
+        "-m",
+        "rlhf_examples.pipeline",
+    ]
     flags = ["--seed", str(seed), "--output_dir", str(directory), "--overwrite", "true"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     directory.parent.mkdir(parents=True, exist_ok=True)
     with directory.with_suffix(".log").open("w") as output:
-        command = [*launch, "configs/demo.yaml", *flags]
+        command = [*launch, "-m", "rlhf_examples.pipeline", "configs/demo.yaml", *flags]
         subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=True)
     return json.loads((directory / "summary.json").read_text())
 
@@ -35,7 +44,7 @@ def main() -> None:
     parser.add_argument("--output_dir", default="runs", help="directory for the runs' directories")
     results.add_output(parser)
     args = parser.parse_args()
-    result = results.begin("demo_seeds", args)
+    result = results.begin("demo_seeds", args, ranks=RANKS, threads=1)
     result["summaries"] = {str(seed): run(seed, Path(args.output_dir) / f"demo_seed{seed}") for seed in args.seeds}
     print("\n".join(tables.demo_seeds(result)))
     results.write(args.output, result)

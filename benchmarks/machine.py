@@ -15,10 +15,11 @@ LEVELS = (("amx_bf16", "amx"), ("avx512f", "avx512"), ("avx2", "avx2"))
 FAMILIES = ("epyc", "xeon", "ryzen", "threadripper", "core", "neoverse", "graviton")
 
 
-def machine(gpu: str | None = None) -> dict[str, Any]:
+def machine(gpu: str | None = None, ranks: int = 0, threads: int = 0) -> dict[str, Any]:
     """The machine as every result has it; to be called once threads are set and ranks have joined.
 
-    gpu: the device's name, of a benchmark that runs in other processes; None: torch's device.
+    Of a benchmark that runs in other processes: gpu, the device's name, None for torch's device; ranks, and threads of
+    each, 0 for this process's.
     load: the load average of the last minute, now; `results.write` adds that at the end.
     """
     if gpu is None and torch.cuda.is_available():
@@ -29,8 +30,8 @@ def machine(gpu: str | None = None) -> dict[str, Any]:
         "gpu": gpu,
         "instructions": instructions(),
         "cores": cores(),
-        "threads": torch.get_num_threads(),
-        "ranks": dist.get_world_size() if dist.is_initialized() else 1,
+        "threads": threads or torch.get_num_threads(),
+        "ranks": ranks or (dist.get_world_size() if dist.is_initialized() else 1),
         "load": [os.getloadavg()[0]],
     }
 

@@ -1,7 +1,7 @@
 """The fixed cost of a call, and `memory_plan` against the measured peak, under ZeRO-3.
 
     torchrun --nproc_per_node=2 -m benchmarks.overhead
-    torchrun --nproc_per_node=2 -m benchmarks.overhead --layers 8 80 --shapes 7M 125M
+    torchrun --nproc_per_node=2 -m benchmarks.overhead --layers 8 80 --shapes 7M 134M
 
 Times that are shown are the minimum of a few repetitions. Bytes are those of live tensors that a rollout and its
 scoring have created, counted at every operation; memory that kernels and libraries allocate is not counted.
@@ -32,7 +32,7 @@ from hybrid.generation.model_runner import ModelRunner
 SHAPES = {
     "tiny": (64, 128, 2, 4, 2, 512),
     "7M": (256, 768, 6, 8, 4, 4096),
-    "125M": (768, 2048, 12, 12, 12, 32000),
+    "134M": (768, 2048, 12, 12, 12, 32000),
 }
 WAYS = {
     "all weights learn": {},
@@ -213,7 +213,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=256, help="rows of the block tables")
     parser.add_argument("--tokens", type=int, default=32768, help="tokens per row of the block tables")
     parser.add_argument(
-        "--shapes", nargs="*", choices=SHAPES, default=["7M", "125M"], help="models whose plan is checked"
+        "--shapes", nargs="*", choices=SHAPES, default=["7M", "134M"], help="models whose plan is checked"
     )
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS)[:3])
     parser.add_argument("--sequences", type=int, default=16)

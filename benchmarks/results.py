@@ -38,11 +38,11 @@ def add_output(parser: argparse.ArgumentParser, default: Path | None = None) -> 
 
 
 def begin(
-    benchmark: str, args: argparse.Namespace, arguments: list[str] | None = None, gpu: str | None = None
+    benchmark: str, args: argparse.Namespace, arguments: list[str] | None = None, **processes: Any
 ) -> dict[str, Any]:
     """What every result has. To be called before measuring, once threads are set and ranks have joined.
 
-    arguments: the command line; None: that of this process.  gpu: as in `machine`.
+    arguments: the command line; None: that of this process.  processes: for `machine`, if other processes measure.
     """
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
     settings.pop("output", None)
@@ -51,7 +51,7 @@ def begin(
         "command": command(benchmark, sys.argv[1:] if arguments is None else arguments),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(),
-        "machine": machine(gpu),
+        "machine": machine(**processes),
         "versions": {name: version for name in PACKAGES if (version := version_of(name))},
         "args": settings,
     }

@@ -1,7 +1,7 @@
 """What prefix caching and partial rollouts save, each against the same rollout without, in turns.
 
     torchrun --nproc_per_node=1 -m benchmarks.rollout_features turns
-    torchrun --nproc_per_node=1 -m benchmarks.rollout_features partial --shape 125M
+    torchrun --nproc_per_node=1 -m benchmarks.rollout_features partial --shape 134M
 
 turns: the time to the first token of a conversation's second turn, and the share of its tokens that are computed.
 partial: tokens of finished rows per second in the steady state, where a rollout stops once a share of its rows is done

@@ -16,12 +16,13 @@ from pathlib import Path
 
 from benchmarks import results, tables
 
+RANKS = 2
 FIGURES = ("objective/scores", "objective/kl", "completions/ref_nll")  # that the table needs of an iteration
 
 
 def run(kind: str, model: str, seed: int, directory: Path) -> list[dict[str, float]]:
     """Run PPO on two ranks; returns FIGURES of its iterations."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "rlhf_examples.ppo"]
+    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={RANKS}", "-m", "rlhf_examples.ppo"]
     flags = ["--actor_model_name_or_path", model, "--seed", str(seed), "--output_dir", str(directory)]
     flags += ["--overwrite", "true"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu")}
@@ -42,7 +43,7 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("runs/stories"))
     results.add_output(parser)
     args = parser.parse_args()
-    result = results.begin("stories", args)
+    result = results.begin("stories", args, ranks=RANKS, threads=1)
     result["runs"] = {
         kind: [run(kind, args.model, seed, args.output_dir / f"{kind}-{seed}") for seed in range(args.seeds)]
         for kind in ("full", "lora")

@@ -96,7 +96,7 @@ RUNS = (
     Run(
         "trl_step-120M",
         "trl_step",
-        f"--shape 120M --sequences 8 --steps 2 --rounds 1 {TRL_CONTENDERS}",
+        f"--shape 120M --sequences 8 --steps 2 --rounds 3 {TRL_CONTENDERS}",
         5,
         ranks=2,
         needs="trl",
