@@ -9,7 +9,7 @@ Weights are random, made on the device, in bfloat16. Contenders take turns in on
 after a run that compiles; sampling is plain, at temperature 1. Prefill is a rollout of one token; a decode step is the
 time of the further ones, a token. Clocks are read after the device has been synchronized.
 
-    hybrid              this engine's rollouts, ZeRO-3, a fresh snapshot; decode steps as CUDA graphs
+    hybrid              this engine's rollouts, ZeRO-3, weights gathered before; decode steps as CUDA graphs
     hybrid-eager        the same without graphs
     hybrid-flashinfer   as hybrid, with FlashInfer's attention in prefill: only if it is installed
     hybrid-flashinfer-eager   as hybrid-eager, with FlashInfer's attention in prefill and decode steps

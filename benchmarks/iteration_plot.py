@@ -2,15 +2,16 @@
 
 Reads what `benchmarks.trl_step --output` wrote:
 
-python -m benchmarks.iteration_plot benchmarks/results/trl_step-*.json --output docs/iteration.svg
+python -m benchmarks.iteration_plot benchmarks/results/trl_step-epyc-avx512.json --output docs/iteration.svg
 """
 
 import argparse
 import html
 import json
-import statistics
 from pathlib import Path
 from typing import Any
+
+from benchmarks.results import Spread
 
 WIDTH, LEFT, BAR, ROW, TOP = 900, 300, 26, 44, 70
 # What is shown, by the benchmark's name, and the words beside the bar.
@@ -70,8 +71,8 @@ def picture(report: dict[str, Any]) -> str:
 
 def medians(contender: dict[str, Any]) -> tuple[float, float]:
     """The median seconds of generation in a step, and of what else the median step has."""
-    generation = statistics.median(contender["generate_s"])
-    return generation, max(statistics.median(contender["step_s"]) - generation, 0.0)
+    generation, step = (Spread.of(contender[phase]).median for phase in ("generate_s", "step_s"))
+    return generation, max(step - generation, 0.0)
 
 
 def legend() -> list[str]:

@@ -41,7 +41,8 @@ GPU_CASES = {
     "7B bf16 b64 prompt 512": "7B bf16, 64 rows, prompts of 512 tokens",
 }
 STEPS = ("trl_step", "trl_step-120M")
-WHOLE, ZERO = "pinned", "plain ZeRO-3 Hugging Face"
+# Ways to hold weights of `benchmarks.modes`.
+WHOLE, KEEPS_ALL, KEEPS_A_SEVENTH = "pinned", "ZeRO-3 that keeps all + Hugging Face", "plain ZeRO-3 Hugging Face"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -117,7 +118,7 @@ def of_machines(lines: Callable[..., list[str]]) -> Callable[..., list[str]]:
     """A place with a table for each machine on which a run was measured, and its caption."""
 
     def place(results: Results, run: str) -> list[str]:
-        return separated([*lines(result), "", f"*{tables.caption(result)}*"] for result in results.of(run))
+        return separated([*lines(result), "", *captions(result)] for result in results.of(run))
 
     return place
 
@@ -127,9 +128,15 @@ def of_runs(lines: Callable[..., list[str]]) -> Callable[..., list[str]]:
 
     def place(results: Results, prefix: str) -> list[str]:
         parts = results.starting(prefix).values()
-        return separated([*lines(part), "", f"*{tables.caption(*part)}*"] for part in parts)
+        return separated([*lines(part), "", *captions(*part)] for part in parts)
 
     return place
+
+
+def captions(*results: Figures) -> list[str]:
+    """The captions of a table, each a paragraph."""
+    lines = [line for text in tables.captions(*results) for line in (f"*{text}*", "")]
+    return lines[:-1]
 
 
 def separated(parts: Iterable[list[str]]) -> list[str]:
@@ -141,25 +148,20 @@ def separated(parts: Iterable[list[str]]) -> list[str]:
 def in_short(results: Results) -> list[str]:
     """What to conclude: a row for each comparison, of the newest result."""
     rows = [
-        [
-            "tokens a second of rollouts",
-            "Hugging Face's `generate`, whole model",
-            *rollout_ratio(results, "rollout", "hf"),
-        ],
-        ["the same", "vLLM for CPUs", *rollout_ratio(results, "rollout", "vllm")],
-        [
-            "the same, long prompts and a vocabulary of 152k",
-            "vLLM for CPUs",
-            *rollout_ratio(results, "rollout-long", "vllm"),
-        ],
+        ["tokens a second of rollouts", "Hugging Face's `generate`, whole model", *rollout_ratio(results, "hf")],
+        ["the same, with a gather", "the same", *rollout_ratio(results, "hf", ours="hybrid-new-weights")],
+        ["tokens a second of rollouts", "vLLM for CPUs", *rollout_ratio(results, "vllm")],
+        ["the same, long prompts, a vocabulary of 152k", "the same", *rollout_ratio(results, "vllm", "rollout-long")],
         ["a GRPO step of TRL's trainer", "TRL's default", *step_ratio(results, "step_s")],
         ["generation in that step", "TRL's default", *step_ratio(results, "generate_s")],
-        ["rollouts under ZeRO-3, whole weights", "plain ZeRO-3", *zero3_ratio(results, WHOLE)],
-        ["the same, a layer at a time", "plain ZeRO-3", *zero3_ratio(results, "streaming")],
+        ["rollouts under ZeRO-3, whole weights", "ZeRO-3 that keeps all", *zero3_ratio(results, WHOLE, KEEPS_ALL)],
+        ["the same", "ZeRO-3 that keeps a seventh", *zero3_ratio(results, WHOLE, KEEPS_A_SEVENTH)],
+        ["the same, a layer at a time", "the same", *zero3_ratio(results, "streaming", KEEPS_A_SEVENTH)],
         ["decoding with `init_inference`", "Hugging Face's `generate`", *decode_ratio(results, "hf")],
         ["the same", "Hugging Face's, compiled", *decode_ratio(results, "hf-compiled")],
         ["the same, int8 weights", "the same in bfloat16", *decode_ratio(results, "fused", "int8")],
-        ["memory of the plan", "the measured peak", *plan_ratio(results)],
+        ["memory of the plan", "the peak of live tensors", *plan_ratio(results)],
+        ["the same, 0.5B", "the peak of the process's memory", *process_plan_ratio(results)],
         ["rollouts on GPUs", "–", *on_gpus(results)],
     ]
     return tables.markdown(["this engine", "over", "ratio", "on"], rows)
@@ -184,12 +186,12 @@ def joined(machines: list[str]) -> str:
     return "; ".join(dict.fromkeys(machines))
 
 
-def rollout_ratio(results: Results, run: str, base: str) -> list[str]:
+def rollout_ratio(results: Results, base: str, run: str = "rollout", ours: str = "hybrid") -> list[str]:
     """Tokens a second over those of another contender, in all cases."""
     result, where = newest(results, run)
     cases = result["cases"] if result else []
-    seconds = [case["results"] for case in cases if base in case["results"]]
-    return span([quotient(each[base]["seconds"], each["hybrid"]["seconds"]) for each in seconds], where)
+    seconds = [case["results"] for case in cases if {base, ours} <= case["results"].keys()]
+    return span([quotient(each[base]["seconds"], each[ours]["seconds"]) for each in seconds], where)
 
 
 def step_ratio(results: Results, phase: str) -> list[str]:
@@ -209,14 +211,14 @@ def over_install(result: Figures, phase: str) -> float:
     return quotient(next(iter(contenders.values()))[phase], contenders["hybrid.install()"][phase])
 
 
-def zero3_ratio(results: Results, way: str) -> list[str]:
-    """Tokens a second in a way over those of plain ZeRO-3, for each size."""
+def zero3_ratio(results: Results, way: str, base: str) -> list[str]:
+    """Tokens a second in a way over those in another, for each size."""
     values, machines = [], []
     for run in ("modes-10M", "modes-120M"):
         result, name = newest(results, run)
         if result:
             seconds = result["results"]
-            values.append(quotient(seconds[ZERO]["rollout_s"], seconds[way]["rollout_s"]))
+            values.append(quotient(seconds[base]["rollout_s"], seconds[way]["rollout_s"]))
             machines.append(name)
     return span(values, joined(machines))
 
@@ -236,6 +238,13 @@ def plan_ratio(results: Results) -> list[str]:
     return span([plan["planned"] / plan["peak"] for plan in result["plans"]] if result else [], where)
 
 
+def process_plan_ratio(results: Results) -> list[str]:
+    """The memory plan over what a rank's process took in addition, for each rank of a step at real size."""
+    runs = next(iter(results.starting("real_size").values()), [])
+    ratios = [rank["planned"] / rank["measured"] for run in runs for rank in run["ranks"]]
+    return span(ratios, label(runs[0]) if runs else "")
+
+
 def on_gpus(results: Results) -> list[str]:
     """Whether something was measured on a GPU."""
     labels = [label(result) for result in results.of("gpu")]
@@ -252,18 +261,27 @@ def label(result: dict[str, Any]) -> str:
     machine = result["machine"]
     flags = machine["instructions"].split()
     level = next((LEVEL_NAMES[name] for flag, name in LEVELS if flag in flags), "")
-    bfloat16 = " with bfloat16" * (level == "AVX-512" and "avx512_bf16" in flags)
+    level += " with bfloat16" * (level == "AVX-512" and "avx512_bf16" in flags)
     earlier = " (earlier code)" * ("note" in result)
-    return (machine["gpu"] or f"{machine['cpu'].removeprefix('AMD ')}, {level}{bfloat16}") + earlier
+    return (machine["gpu"] or ", ".join(filter(None, [machine["cpu"].removeprefix("AMD "), level]))) + earlier
+
+
+def vllm_of(result: Figures) -> list[str]:
+    """The version of vLLM in a result, as `vllm` and its number; nothing if it was not there."""
+    return [" ".join(text.split()[:2]) for name, text in result["contenders"].items() if name == "vllm"]
+
+
+def gpu_report(result: Figures) -> gpu.Report:
+    """A result of `benchmarks.gpu`, which knows the rows of its latest code."""
+    runs = result["runs"]
+    return gpu.Report(Path(), runs[-1]["code"], {}, runs, result["rows"], result["not_measured"])
 
 
 def gpu_tables(results: Results) -> list[str]:
     """The tables of `make gpu`."""
     parts = []
     for result in results.of("gpu"):
-        runs = result["runs"]
-        report = gpu.Report(Path(), runs[-1]["code"], {}, runs, result["rows"], result["not_measured"])
-        parts.append([gpu.tables(report), "", f"*{tables.caption(result)}*"])
+        parts.append([gpu.tables(gpu_report(result)), "", *captions(result)])
     return separated(parts)
 
 
@@ -283,6 +301,7 @@ PLACES: dict[str, Callable[..., list[str]]] = {
     "demo_seeds": of_machines(tables.demo_seeds),
     "stories": of_machines(tables.stories),
     "gpu": gpu_tables,
+    "vllm": lambda results: [", ".join(sorted({each for result in results.of("rollout") for each in vllm_of(result)}))],
     "roofline_steps": lambda results: roofline.step_table(roofline.Rollout(), fastest=True),
     "roofline_iterations": lambda results: roofline.iteration_table(roofline.Rollout()),
 }
@@ -308,7 +327,7 @@ def numbers(results: Results) -> list[str]:
             f"{roofline.tokens_per_s('7B', roofline.DEVICES[0], model):.0f} a GPU, estimated",
         ],
         [
-            "GRPO step in TRL: time of TRL's default over ours",
+            "GRPO step in TRL with `hybrid.install()`: time of TRL's default over ours",
             *(step_cell(results, each["machine"]["name"]) for each in machines),
             NOT_MEASURED,
         ],
@@ -337,7 +356,8 @@ def gpu_cell(result: dict[str, Any], case: str) -> str:
     """Tokens a second of decode steps on a GPU, and the ratio to Hugging Face's static cache."""
     if result["benchmark"] != "gpu":
         return "–"
-    rows = {row["contender"]: row for row in result["rows"] if row["case"] == case and "error" not in row}
+    measured = gpu_report(result).own_rows()
+    rows = {row["contender"]: row for row in measured if row["case"] == case and "error" not in row}
     if "hybrid" not in rows:
         return NOT_MEASURED
     ours = rows["hybrid"]["step_s"]
@@ -361,7 +381,7 @@ def demo(results: Results) -> list[str]:
     rows = []
     for title, name in (
         ("PPO: gold score, 0 to 1", "gold_score"),
-        ("GRPO: exact match on 211 sums that it has not seen", "grpo_exact_match"),
+        ("GRPO: exact match on sums that it has not seen", "grpo_exact_match"),
     ):
         cells = [NOT_MEASURED] * 2
         if result:

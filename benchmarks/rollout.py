@@ -9,7 +9,7 @@
 Contenders alternate, A B A B, in one process (vLLM's process sleeps meanwhile). A contender that has used `--seconds`
 in a case and has run at least twice is skipped from then on. Sampling is plain, at temperature 1.
 
-`hybrid` has a fresh snapshot of the weights; `hybrid-new-weights` gathers first, as after an optimizer step;
+`hybrid` has gathered the weights before; `hybrid-new-weights` gathers first, as after an optimizer step;
 `hybrid-int8` and `hybrid-int8-new-weights` are the same with `rollout.weight_dtype: int8`;
 `zero3-gathered` is Hugging Face's generate on the ZeRO-3 model, gathered completely each time; ratios are relative to
 `hf`, the same on the whole model. A step is the time of a new token of all rows after the prefill. Its share of the

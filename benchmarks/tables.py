@@ -36,8 +36,18 @@ def rate(seconds: Any, count: float, form: str = ".0f") -> str:
     return Spread.of(seconds).per(count).show(form)
 
 
+def captions(*results: dict[str, Any]) -> list[str]:
+    """Where, when, how and with which code results were measured, a line for all that are alike but for command and
+    load."""
+    groups: dict[tuple, list[dict[str, Any]]] = {}
+    for result in results:
+        key = result["commit"], result["date"][:10], *(result.get(name) for name in ("source", "note"))
+        groups.setdefault(key, []).append(result)
+    return [caption(*group) for group in groups.values()]
+
+
 def caption(*results: dict[str, Any]) -> str:
-    """Where, when, how and with which code results were measured; what is the same in all of them is said once."""
+    """One line; what is the same in all results is said once."""
     parts = [list(dict.fromkeys(filter(None, values))) for values in zip(*map(described, results), strict=True)]
     return "; ".join(", ".join(values) for values in parts if values) + "."
 
@@ -59,18 +69,20 @@ def described(result: dict[str, Any]) -> list[str]:
 
 def rollouts(result: dict[str, Any]) -> list[str]:
     """Tokens a second in each case, this engine's ratios, and its share of the roofline."""
-    named = {"hybrid": "this engine", "hybrid-new-weights": "fresh weights", "hf": "Hugging Face", "vllm": "vLLM"}
-    there = [name for name in named if any(name in case["results"] for case in result["cases"])]
-    bases = [name for name in ("hf", "vllm") if name in there]
-    head = ["case", *(named[name] for name in there), *(f"× {named[name]}" for name in bases)]
+    named = {"hybrid": "this engine", "hybrid-new-weights": "new weights", "hf": "Hugging Face", "vllm": "vLLM"}
+    contenders = [name for name in named if any(name in case["results"] for case in result["cases"])]
+    bases = [name for name in ("hf", "vllm") if name in contenders]
+    head = ["case", *(named[name] for name in contenders), *(f"× {named[name]}" for name in bases)]
     rows = []
     for case in result["cases"]:
-        made = case["results"]
+        timings = case["results"]
         rates = [
-            rate(made[name]["seconds"], case["tokens"], rate_form(case)) if name in made else "–" for name in there
+            rate(timings[name]["seconds"], case["tokens"], rate_form(case)) if name in timings else "–"
+            for name in contenders
         ]
-        ratios = [ratio(made[name]["seconds"], made["hybrid"]["seconds"]) if name in made else "–" for name in bases]
-        share = made["hybrid"]["roofline"]
+        ours = timings["hybrid"]
+        ratios = [ratio(timings[name]["seconds"], ours["seconds"]) if name in timings else "–" for name in bases]
+        share = ours["roofline"]
         rows.append([case["name"], *rates, *ratios, f"{share:.0%}" if share else "–"])
     return markdown([*head, "of the roofline"], rows)
 
@@ -86,10 +98,10 @@ def first_tokens(result: dict[str, Any]) -> list[str]:
     rows = []
     for case in result["cases"]:
         cells = [case["name"]]
-        made = [case["results"].get(name) for name in ("hybrid", "vllm")]
-        cells += [rate(each["seconds"], case["tokens"], rate_form(case)) if each else "–" for each in made]
-        cells.append(ratio(made[1]["seconds"], made[0]["seconds"]) if made[1] else "–")
-        rows.append([*cells, *(f"{each['first_token_s']:.1f}" if each else "–" for each in made)])
+        ours, vllm = timings = [case["results"].get(name) for name in ("hybrid", "vllm")]
+        cells += [rate(each["seconds"], case["tokens"], rate_form(case)) if each else "–" for each in timings]
+        cells.append(ratio(vllm["seconds"], ours["seconds"]) if vllm else "–")
+        rows.append([*cells, *(f"{each['first_token_s']:.1f}" if each else "–" for each in timings)])
     return markdown(head, rows)
 
 
@@ -267,11 +279,12 @@ def mean_and_error(values: list[float]) -> tuple[float, float]:
 
 
 def demo_seeds(result: dict[str, Any]) -> list[str]:
-    """The mean ± standard error over seeds of each figure of the summaries, and the value of each seed."""
+    """The mean ± standard error over seeds of each figure of the summaries, and the value of each seed. Speeds are left
+    out: they differ by the machine's load."""
     summaries = result["summaries"]
     rows = []
     for name in next(iter(summaries.values())):
-        if not name.endswith(STANDARD_ERROR):
+        if not name.endswith((STANDARD_ERROR, "_per_second")):
             values = [summary[name] for summary in summaries.values()]
             mean, error = mean_and_error(values)
             rows.append([name, f"{figure(mean)} ± {figure(error, '.2g')}", *map(figure, values)])
