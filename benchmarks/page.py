@@ -266,9 +266,10 @@ def label(result: dict[str, Any]) -> str:
     return (machine["gpu"] or ", ".join(filter(None, [machine["cpu"].removeprefix("AMD "), level]))) + earlier
 
 
-def vllm_of(result: Figures) -> list[str]:
-    """The version of vLLM in a result, as `vllm` and its number; nothing if it was not there."""
-    return [" ".join(text.split()[:2]) for name, text in result["contenders"].items() if name == "vllm"]
+def vllm_version(results: Results) -> str:
+    """vLLM and its version, of all results of rollouts that have it."""
+    texts = [result.get("contenders", {}).get("vllm", "") for result in results.of("rollout")]
+    return ", ".join(sorted({" ".join(text.split()[:2]) for text in texts if text})) or "vLLM"
 
 
 def gpu_report(result: Figures) -> gpu.Report:
@@ -301,7 +302,7 @@ PLACES: dict[str, Callable[..., list[str]]] = {
     "demo_seeds": of_machines(tables.demo_seeds),
     "stories": of_machines(tables.stories),
     "gpu": gpu_tables,
-    "vllm": lambda results: [", ".join(sorted({each for result in results.of("rollout") for each in vllm_of(result)}))],
+    "vllm": lambda results: [vllm_version(results)],
     "roofline_steps": lambda results: roofline.step_table(roofline.Rollout(), fastest=True),
     "roofline_iterations": lambda results: roofline.iteration_table(roofline.Rollout()),
 }

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import psutil
 import torch
@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, PretrainedConfig
 
-from hybrid.config import load_config, read_blocks
+from hybrid.config import HybridEngineConfig, RolloutConfig, load_config, read_blocks
 from hybrid.doctor import OK, PROBLEM, WARNING, Finding, findings, size_text
 from hybrid.offline_plan import OfflinePlan, Training, offline_plan
 
@@ -52,21 +52,23 @@ class Device(str, Enum):
 
 
 Model = Annotated[str, typer.Argument(help="A model's directory, its config.json, or its name on the hub.")]
-Zero = Annotated[int, typer.Option("--zero", min=0, max=3, help="ZeRO's stage.")]
-TpSize = Annotated[int, typer.Option("--tp", min=1, help="inference_tp_size: ranks that share a copy of the weights.")]
+ZERO_HELP = "ZeRO's stage. Default: --config's, else 3."
+TP_HELP = "inference_tp_size: ranks that share a copy of the weights. Default: --config's, else 1."
+Zero = Annotated[int | None, typer.Option("--zero", min=0, max=3, help=ZERO_HELP, show_default=False)]
+TpSize = Annotated[int | None, typer.Option("--tp", min=1, help=TP_HELP, show_default=False)]
 Lora = Annotated[int, typer.Option("--lora", min=0, help="Rank of a LoRA on all linear layers; 0: all weights train.")]
 Ranks = Annotated[int, typer.Option("--ranks", min=1, help="Ranks of the run, of all machines.")]
 Rows = Annotated[int, typer.Option("--batch-size", min=1, help="Sequences of a rank's rollout.")]
 Prompt = Annotated[int, typer.Option("--prompt-length", min=1, help="Tokens.")]
 NewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Tokens.")]
-Config = Annotated[str, typer.Option("--config", help="DeepSpeed's JSON file; its stage and blocks are used.")]
+Config = Annotated[str, typer.Option("--config", help="DeepSpeed's JSON file: its ZeRO stage and our blocks.")]
 
 
 @app.command()
 def doctor(
     model: Annotated[str, typer.Argument(help="Also: does this model run fused here, and does it fit?")] = "",
-    zero: Zero = 3,
-    tp: TpSize = 1,
+    zero: Zero = None,
+    tp: TpSize = None,
     lora: Lora = 0,
     ranks: Annotated[int, typer.Option("--ranks", min=0, help="Default: the GPUs here, or --tp if more.")] = 0,
     dtype: Dtype = Dtype.bfloat16,
@@ -75,24 +77,34 @@ def doctor(
     max_new_tokens: NewTokens = 512,
     config: Config = "",
     strict: Annotated[bool, typer.Option("--strict", help="Warnings count as problems.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_file: Annotated[str, typer.Option("--json", metavar="FILE", help="Also write all that to a JSON file.")] = "",
 ) -> None:
     """Check this machine, and with MODEL whether it runs fused and fits. Exits with 1 if there is a problem."""
-    results, plan = list(findings()), None
+    results, made = list(findings()), None
     if model:
-        device = Device(get_accelerator().device_name())
-        ranks = ranks or max(torch.cuda.device_count(), tp)
-        memory = device_memory_here(device, ranks)
-        training = Training(ranks, zero, lora, getattr(torch, dtype.value), device.value)
-        plan = plan_or_exit(model, config, training, tp, batch_size, prompt_length, max_new_tokens, memory)
-        results += about_model(model, plan, memory)
+        try:
+            settings = read_settings(config, zero, tp, prompt_length + max_new_tokens)
+            device = Device(get_accelerator().device_name())
+            if not ranks:
+                ranks, other_machines = ranks_here(settings)
+                results += other_machines
+            memory = device_memory_here(device, ranks)
+            training = Training(ranks, settings.zero_stage, lora, getattr(torch, dtype.value), device.value)
+            made = planned(model, settings, training, batch_size, prompt_length + max_new_tokens, memory)
+            results += about_model(model, made, memory)
+        except ValueError as error:
+            results.append(Finding(model, PROBLEM, str(error)))
     failed = any(finding.status == PROBLEM or (strict and finding.status == WARNING) for finding in results)
-    if as_json:
-        print(json.dumps({"ok": not failed, "findings": [asdict(finding) for finding in results]}, indent=1))
-    else:
-        print_findings(results)
-        if plan is not None:
-            print_plan(plan)
+    print_findings(results)
+    if made is not None:
+        print_plan(made)
+    if json_file:
+        content = {
+            "ok": not failed,
+            "findings": [asdict(finding) for finding in results],
+            "plan": made and as_dict(made),
+        }
+        Path(json_file).write_text(json.dumps(content, indent=1))
     raise typer.Exit(int(failed))
 
 
@@ -100,8 +112,8 @@ def doctor(
 def plan(
     model: Model,
     ranks: Ranks = 1,
-    zero: Zero = 3,
-    tp: TpSize = 1,
+    zero: Zero = None,
+    tp: TpSize = None,
     lora: Lora = 0,
     dtype: Dtype = Dtype.bfloat16,
     device: Device = Device.cuda,
@@ -116,8 +128,13 @@ def plan(
     Exits with 1 if nothing fits into --device-memory.
     """
     memory = bytes_of(device_memory) if device_memory else None
-    training = Training(ranks, zero, lora, getattr(torch, dtype.value), device.value)
-    made = plan_or_exit(model, config, training, tp, batch_size, prompt_length, max_new_tokens, memory)
+    tokens = prompt_length + max_new_tokens
+    try:
+        settings = read_settings(config, zero, tp, tokens)
+        training = Training(ranks, settings.zero_stage, lora, getattr(torch, dtype.value), device.value)
+        made = planned(model, settings, training, batch_size, tokens, memory)
+    except ValueError as error:
+        fail(str(error))
     print_plan(made)
     raise typer.Exit(int(memory is not None and made.chosen is None))
 
@@ -126,40 +143,57 @@ def plan(
 def report(context: typer.Context) -> None:
     """Write a run's report.html: `hybrid report RUN`. Takes what `python -m rlhf_examples.report` takes."""
     if importlib.util.find_spec("rlhf_examples") is None or importlib.util.find_spec("matplotlib") is None:
-        fail("the report needs the examples' packages: pip install 'hybrid-engine[examples]'")
+        fail("the report needs the examples' packages: pip install '.[examples]' in the checkout")
     sys.argv = ["hybrid report", *context.args]
     runpy.run_module("rlhf_examples.report", run_name="__main__", alter_sys=False)
 
 
-def plan_or_exit(
-    model: str,
-    config: str,
-    training: Training,
-    tp: int,
-    rows: int,
-    prompt_length: int,
-    new_tokens: int,
-    device_memory: int | None,
+class Settings(NamedTuple):
+    """Of an engine that is planned."""
+
+    hybrid_engine: HybridEngineConfig
+    rollout: RolloutConfig
+    zero_stage: int
+
+
+def read_settings(config: str, zero: int | None, tp: int | None, tokens: int) -> Settings:
+    """The settings of a file, with those of the flags in their place.  tokens: of the longest sequence.
+
+    Raises ValueError if the file is not there or is wrong.
+    """
+    content = load_config(config) if config else {}
+    blocks = {**content.get("hybrid_engine", {}), "enabled": True}
+    blocks["max_out_tokens"] = max(blocks.get("max_out_tokens", 0), tokens)
+    if tp is not None:
+        blocks["inference_tp_size"] = tp
+    hybrid_engine, rollout = read_blocks({**content, "hybrid_engine": blocks})
+    stage = content.get("zero_optimization", {}).get("stage", 3)
+    return Settings(hybrid_engine, rollout, stage if zero is None else zero)
+
+
+def ranks_here(settings: Settings) -> tuple[int, list[Finding]]:
+    """As many ranks as there are GPUs, and at least a group that shares weights; and whether that is more."""
+    gpus, tp = torch.cuda.device_count(), settings.hybrid_engine.inference_tp_size
+    ranks = max(gpus, 1 if tp == "auto" else tp)
+    if not 0 < gpus < ranks:
+        return ranks, []
+    detail = f"{gpus} GPUs are here, and inference_tp_size={tp} needs {ranks} ranks: that many are planned"
+    return ranks, [Finding("ranks", WARNING, detail, "run on several machines (docs/launchers.md), or a smaller --tp")]
+
+
+def planned(
+    model: str, settings: Settings, training: Training, rows: int, tokens: int, device_memory: int | None
 ) -> OfflinePlan:
-    """The plan of the flags; what they have wrong is printed, and the process exits with 2."""
-    try:
-        settings = load_config(config) if config else {}
-        blocks = settings.get("hybrid_engine", {})
-        blocks = {"inference_tp_size": tp, **blocks, "enabled": True}
-        blocks["max_out_tokens"] = max(blocks.get("max_out_tokens", 0), prompt_length + new_tokens)
-        hybrid_engine, rollout = read_blocks({**settings, "hybrid_engine": blocks})
-        stage = settings.get("zero_optimization", {}).get("stage", training.zero_stage)
-        if hybrid_engine.inference_tp_size != "auto" and training.ranks % hybrid_engine.inference_tp_size:
-            raise ValueError(f"--tp {hybrid_engine.inference_tp_size} does not divide --ranks {training.ranks}")
-        training = Training(training.ranks, stage, training.lora_rank, training.dtype, training.device)
-        if "auto" in (hybrid_engine.inference_tp_size, hybrid_engine.pin_parameters) and device_memory is None:
-            raise ValueError('settings are "auto": give --device-memory, such as 80GiB')
-        warnings.filterwarnings("ignore", category=FutureWarning)  # transformers' and PEFT's, of each other
-        return offline_plan(
-            configuration(model), training, hybrid_engine, rollout, rows, prompt_length + new_tokens, device_memory
-        )
-    except ValueError as error:
-        fail(str(error))
+    """The plan of an engine.  rows, tokens: as for `offline_plan`.  Raises ValueError for what the flags have wrong."""
+    tp = settings.hybrid_engine.inference_tp_size
+    if tp != "auto" and training.ranks % tp:
+        raise ValueError(f"inference_tp_size={tp} does not divide {training.ranks} ranks; change --tp or --ranks")
+    if "auto" in (tp, settings.hybrid_engine.pin_parameters) and device_memory is None:
+        raise ValueError('settings are "auto": give --device-memory, such as 80GiB')
+    warnings.filterwarnings("ignore", category=FutureWarning)  # transformers' and PEFT's, of each other
+    return offline_plan(
+        configuration(model), training, settings.hybrid_engine, settings.rollout, rows, tokens, device_memory
+    )
 
 
 def configuration(model: str) -> PretrainedConfig:
@@ -186,24 +220,52 @@ def bytes_of(text: str) -> int:
 
 
 def device_memory_here(device: Device, ranks: int) -> int:
-    """Bytes that a rank has on this machine: of the smallest GPU, or its share of the host's free memory."""
+    """Free bytes that a rank has on this machine: of the fullest GPU, or its share of the host's memory."""
     if device is Device.cpu:
         return psutil.virtual_memory().available // ranks
-    return min(torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count()))
+    return min(torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count()))
 
 
 def about_model(model: str, made: OfflinePlan, memory: int) -> Iterable[Finding]:
-    """Whether a model runs fused, and whether it fits."""
+    """Whether a model runs fused, and whether it fits as the settings hold it."""
     if made.fallback_reason:
         remedy = "docs/settings.md lists the families that run fused"
         yield Finding(model, WARNING, f"rollouts run in the model's own layers: {made.fallback_reason}", remedy)
     else:
         yield Finding(model, OK, "rollouts run fused")
-    have = f"a rank has {size_text(memory)}, training takes {size_text(made.training_bytes)} without activations"
-    if made.chosen is None:
-        yield Finding("memory", PROBLEM, f"nothing fits: {have}", "more ranks, --lora, or a smaller model")
+    mode, fits = made.plan.in_use, made.plan.fits(made.plan.in_use)
+    detail = (
+        f"{mode} {'fits' if fits else 'does not fit'}: a rank has {size_text(memory)} free, training takes "
+        f"{size_text(made.training_bytes)} without activations, a rollout {size_text(made.plan.needs[mode].total)}"
+    )
+    if fits:
+        yield Finding("memory", OK, detail)
+    elif made.chosen is None:
+        yield Finding("memory", PROBLEM, f"{detail}; nor does any other way", "more ranks, --lora, or a smaller model")
     else:
-        yield Finding("memory", OK, f"fits {made.chosen}: {have}")
+        remedy = f'inference_tp_size and pin_parameters "auto", which {auto_text(made)}; or a smaller --batch-size'
+        yield Finding("memory", PROBLEM, detail, remedy)
+
+
+def auto_text(made: OfflinePlan) -> str:
+    """What "auto" does, as the rest of a sentence."""
+    counts = f"{made.num_seqs} of rollout.max_num_seqs={made.max_num_seqs}"
+    return f"takes: {made.chosen}, which decodes {counts} sequences of max_out_tokens at once"
+
+
+def as_dict(made: OfflinePlan) -> dict[str, Any]:
+    """A plan for JSON, in bytes."""
+    plan = made.plan
+    modes = {
+        str(mode): {**asdict(need), "total": need.total, "fits": plan.fits(mode)} for mode, need in plan.needs.items()
+    }
+    return {
+        "training_bytes": made.training_bytes,
+        "inference_limit_bytes": plan.limit,
+        "modes": modes,
+        "in_use": str(plan.in_use),
+        "auto": None if made.chosen is None else str(made.chosen),
+    }
 
 
 def print_findings(results: list[Finding]) -> None:
@@ -229,8 +291,7 @@ def print_plan(made: OfflinePlan) -> None:
     runs = f"in the model's own layers: {made.fallback_reason}" if made.fallback_reason else "fused"
     print(f"Rollouts run {runs}.\n\n{made.plan}")
     if made.chosen is not None:
-        counts = f"{made.num_seqs} of rollout.max_num_seqs={made.max_num_seqs}"
-        print(f'\n"auto" takes: {made.chosen}, which decodes {counts} sequences of max_out_tokens at once.')
+        print(f'\n"auto" {auto_text(made)}.')
     elif made.plan.limit is not None:
         print('\n"auto" takes nothing: not one sequence fits.')
 

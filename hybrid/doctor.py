@@ -47,6 +47,14 @@ dist.all_reduce(value)
 assert value.item() == 2, value
 dist.destroy_process_group()
 """
+KERNEL = """
+import sys, torch
+from hybrid.kernels.triton_fused import activated
+x = torch.linspace(-4, 4, 64, device=sys.argv[1]).view(1, -1)
+difference = (activated(x, "silu") - torch.nn.functional.silu(x)).abs().max().item()
+assert difference < 1e-5, f"results are off by {difference:.2g}"
+"""
+KERNEL_TIMEOUT_S = 120
 COLLECTIVE_TIMEOUT_S = 90
 SHARED_MEMORY_BYTES = 1 << 30  # of /dev/shm; containers have 64 MiB unless told otherwise
 
@@ -66,7 +74,7 @@ class Finding:
 
 def findings() -> Iterator[Finding]:
     """What every check finds, in the order of the page."""
-    for check in (versions, devices, kernels, collectives, abandoned_locks, environment):
+    for check in (versions, devices, gpu_kernels, cpu_kernels, collectives, abandoned_locks, environment):
         yield from check()
 
 
@@ -116,15 +124,15 @@ def devices() -> Iterator[Finding]:
         f"{processor_name()}, {cores} cores, {size_text(memory.available)} of {size_text(memory.total)} free",
     )
     for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        yield Finding(f"GPU {index}", OK, f"{properties.name}, {size_text(properties.total_memory)}")
+        gpu = torch.cuda.get_device_properties(index)
+        free, _ = torch.cuda.mem_get_info(index)
+        memory = f"{size_text(free)} of {size_text(gpu.total_memory)} free"
+        yield Finding(f"GPU {index}", OK, f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}, {memory}")
     used = get_accelerator().device_name()
     if used == "cpu" and torch.cuda.is_available():
         yield Finding("device in use", WARNING, "cpu, although there is a GPU", "unset DS_ACCELERATOR")
     else:
         yield Finding("device in use", OK, used)
-    if torch.cuda.is_available() and not has_triton():
-        yield Finding("Triton", WARNING, "is not installed: decoding runs in torch's operations", "pip install triton")
 
 
 def processor_name() -> str:
@@ -134,12 +142,45 @@ def processor_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def kernels() -> Iterator[Finding]:
-    """The compiler, and the C++ kernels, which are built if they are not yet."""
+def gpu_kernels() -> Iterator[Finding]:
+    """Whether Triton compiles a kernel of the decoder for the GPU, and gives what torch gives."""
+    if not torch.cuda.is_available():
+        return
+    if not has_triton():
+        yield Finding("Triton", WARNING, "is not installed: decoding runs in torch's operations", "pip install triton")
+        return
+    yield triton_kernel("cuda")
+
+
+def triton_kernel(device: str) -> Finding:
+    """Whether a kernel that Triton compiles in another process gives what torch gives."""
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", KERNEL, device],
+            capture_output=True,
+            text=True,
+            timeout=KERNEL_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Finding(
+            "Triton", PROBLEM, f"a kernel was not compiled within {KERNEL_TIMEOUT_S} s", "see TRITON_CACHE_DIR"
+        )
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or [f"the process ended with {done.returncode}"]
+        remedy = "install a C compiler and python3-dev, which Triton needs, and the Triton that torch depends on"
+        return Finding("Triton", PROBLEM, f"runs no kernel: {last[0][:200]}", remedy)
+    seconds = time.monotonic() - start
+    return Finding("Triton", OK, f"{installed_version('triton')} compiles and runs a kernel ({seconds:.0f} s)")
+
+
+def cpu_kernels() -> Iterator[Finding]:
+    """The compiler, and the C++ kernels, which are built if they are not yet. Without them torch's operations run."""
     try:
         command = compiler_command()
     except OSError as error:
-        yield Finding("compiler", PROBLEM, str(error), "install one (apt install g++), or set CXX to its path")
+        yield Finding("compiler", WARNING, str(error), "install one (apt install g++), or set CXX to its path")
         return
     first_line = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
     yield Finding("compiler", OK, f"{shlex.join(command)}: {first_line.partition(chr(10))[0]}")
@@ -148,9 +189,10 @@ def kernels() -> Iterator[Finding]:
         path = built(FLAGS)
         lanes = opened(path).lanes()
     except (OSError, subprocess.SubprocessError) as error:
-        detail = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        lines = [line for line in detail if "error" in line] or detail[-1:]
-        yield Finding("CPU kernels", PROBLEM, f"do not build: {lines[0][:200]}", "use GCC 12 or newer: CXX=g++-12")
+        output = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        lines = [line for line in output if "error" in line] or output[-1:]
+        detail = f"do not build, so that torch's operations run: {lines[0][:200]}"
+        yield Finding("CPU kernels", WARNING, detail, "use GCC 12 or newer: CXX=g++-12")
         return
     seconds = time.monotonic() - start
     how = f"built in {seconds:.0f} s" if seconds > 2 else "built before"

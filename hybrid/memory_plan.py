@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import log_dist
+from torch import nn
 
 from hybrid.build import Builder, Mode
 from hybrid.config import RolloutConfig
@@ -187,10 +188,7 @@ def need_of(
             gather_bytes += planned.nbytes() // max(len(info.layers), 1)
         elif planned is not None:
             copies += planned.nbytes()
-    at_rest = sum(
-        param.ds_tensor.nbytes if is_partitioned(param) and param.numel() == 0 else param.nbytes
-        for param in info.model.parameters()
-    )
+    at_rest = bytes_at_rest(info.model)
     vocabulary = info.size("vocab_size")
 
     def need(rows: int, tokens: int) -> Need:
@@ -214,6 +212,14 @@ def need_of(
         return Need(at_rest, gather_bytes, snapshot_bytes, copies, kv, logits, activations, graphs)
 
     return need
+
+
+def bytes_at_rest(model: nn.Module) -> int:
+    """Bytes on this rank of a model's parameters while none is gathered."""
+    return sum(
+        param.ds_tensor.nbytes if is_partitioned(param) and param.numel() == 0 else param.nbytes
+        for param in model.parameters()
+    )
 
 
 def logit_rows(decoder: WholeDecoder | None, rows: int, tokens: int) -> int:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import peft
 import torch
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from hybrid.build import Builder, Mode
 from hybrid.config import HybridEngineConfig, RolloutConfig
-from hybrid.memory_plan import MemoryPlan, MemoryPlanner
+from hybrid.memory_plan import MemoryPlan, MemoryPlanner, bytes_at_rest
 
 # Bytes for each trained parameter besides its weight: a gradient in the weight's dtype, and what AdamW keeps in float32
 # (its two moments, and a copy of weights that are not float32). ZeRO, Rajbhandari et al. 2020, section 3.1.
@@ -70,7 +71,8 @@ def offline_plan(
     """The memory plan of an engine that trains a model of `config`, without its weights, its ranks or its devices.
 
     rows, tokens: sequences of a rank's rollout that are decoded at once, and tokens of each, prompt included.
-    device_memory: bytes of a rank's device. Training's share is taken off; "auto" chooses within the rest.
+    device_memory: bytes of a rank's device. Training's share is taken off; "auto" chooses within the rest, or within
+        `rollout.memory_limit` if that is less. It is needed if the settings are "auto".
     Starts a process group of its own: raises RuntimeError if this process already has one. Raises ValueError if
     `inference_tp_size` does not fit the ranks, or the model's configuration is none of a causal language model.
     """
@@ -92,23 +94,31 @@ def planned(
     builder: Builder, training: Training, trained: int, rows: int, tokens: int, device_memory: int | None
 ) -> OfflinePlan:
     """The plan of a builder's modes, and what "auto" would choose.  trained: parameters that learn, of all ranks."""
-    settings, rollout = builder.settings, builder.rollout
-    plan = MemoryPlanner(builder).plan(min(rows, rollout.max_num_seqs), tokens)
+    settings, held = builder.settings, bytes_at_rest(builder.info.model) + optimizer_bytes(training, trained)
+    if device_memory is not None:
+        limits = [max(device_memory - held, 0), builder.rollout.memory_limit]
+        limit = min(each for each in limits if each is not None)
+        builder.rollout = builder.rollout.model_copy(update={"memory_limit": limit})
+    asked = planner_of(builder, settings) or planner_of(builder, settings, inference_tp_size=1, pin_parameters=True)
+    plan = asked.plan(min(rows, builder.rollout.max_num_seqs), tokens)
     reason = builder.planned(plan.in_use)[1].fallback_reason
-    held = next(iter(plan.needs.values())).parameters + optimizer_bytes(training, trained)
-    if device_memory is None:
-        return OfflinePlan(plan, held, reason, None, 0, rollout.max_num_seqs)
-    limit = max(device_memory - held, 0)
-    plan = MemoryPlan(plan.needs, plan.in_use, limit)
-    auto = {"inference_tp_size": "auto", "pin_parameters": "auto"}
-    builder.settings = settings.model_copy(update=auto)
-    builder.rollout = rollout.model_copy(update={"memory_limit": limit})
+    chosen, num_seqs = None, 0
+    if device_memory is not None:
+        auto = planner_of(builder, settings, inference_tp_size="auto", pin_parameters="auto")
+        num_seqs = auto.num_seqs_that_fit(auto.in_use, limit) if auto else 0
+        chosen = auto.in_use if num_seqs else None
+    return OfflinePlan(plan, held, reason, chosen, num_seqs, builder.rollout.max_num_seqs)
+
+
+def planner_of(builder: Builder, settings: HybridEngineConfig, **changes: Any) -> MemoryPlanner | None:
+    """A planner with changed settings; None if they leave the choice ("auto") and not one sequence fits."""
+    builder.settings = changed = settings.model_copy(update=changes)
     try:
-        planner = MemoryPlanner(builder)
-    except ValueError:  # nothing fits: the plan's marks say so
-        return OfflinePlan(plan, held, reason, None, 0, rollout.max_num_seqs)
-    num_seqs = planner.num_seqs_that_fit(planner.in_use, limit)
-    return OfflinePlan(plan, held, reason, planner.in_use, num_seqs, rollout.max_num_seqs)
+        return MemoryPlanner(builder)
+    except ValueError:
+        if "auto" not in (changed.inference_tp_size, changed.pin_parameters):
+            raise
+        return None
 
 
 def optimizer_bytes(training: Training, trained: int) -> int:

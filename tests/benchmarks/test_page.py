@@ -12,7 +12,7 @@ from benchmarks import page, results
 from benchmarks.machine import cpu_name
 from benchmarks.results import RESULTS, ROOT, Figures, Results, Spread
 from benchmarks.suite import RUNS
-from benchmarks.tables import caption
+from benchmarks.tables import captions
 
 MACHINE = {
     "name": "abacus",
@@ -62,13 +62,13 @@ GPU_ROW = {
 GPU_ROW |= {"prefill_s": [1.0], "step_bytes": 1e9, "rates": {"gemm_flops_per_s": 2e14, "copy_bytes_per_s": 4e12}}
 # By the name of the run; the figures are such that what follows from them is seen at once.
 INVENTED = {
-    "rollout": {"cases": [CASE]},
+    "rollout": {"cases": [CASE], "contenders": {"vllm": "vllm 9.8.7 _C.abi3.so"}},
     "rollout-long": {"cases": [rollout("120M bf16 b1 prompt 8192", 9, hybrid=[3.0], hf=[9.0], vllm=[6.0])]},
     "trl_step": {"title": "7M parameters", "contenders": {"TRL": step(6.0), "hybrid.install()": step(2.0)}},
     "modes-10M": {
         "parameters": 7e6,
         "args": MODES,
-        "results": ways("pinned", "streaming", "pinned, LoRA merged", "plain ZeRO-3 Hugging Face"),
+        "results": ways("pinned", "streaming", "ZeRO-3 that keeps all + Hugging Face", "plain ZeRO-3 Hugging Face"),
     },
     "tp-10M-f32": {"parameters": 7e6, "args": MODES, "results": ways("pinned", "tensor parallel", "pinned, native")},
     "inference-b1": {
@@ -93,6 +93,7 @@ INVENTED = {
                 "gold_score_after": 0.5 + seed / 4,
                 "grpo_exact_match_before": 0.125,
                 "grpo_exact_match_after": 0.75,
+                "tokens_per_second": 100.0 * seed,
             }
             for seed in range(2)
         }
@@ -111,6 +112,7 @@ INVENTED = {
         "rows": [
             {**GPU_ROW, "contender": "hybrid", "step_s": [0.001]},
             {**GPU_ROW, "contender": "hf-static", "step_s": [0.003]},
+            {**GPU_ROW, "contender": "hf-static", "step_s": [0.9], "code": "earlier code"},
         ],
         "not_measured": [],
     },
@@ -130,9 +132,11 @@ def root(tmp_path) -> Path:
 
 
 def write(root: Path, run: str, figures: dict, **more) -> None:
-    machine = MACHINE | ({"gpu": "G1"} if run == "gpu" else {})
+    machine = MACHINE | ({"gpu": "G1", "name": "g1"} if run == "gpu" else {})
     about = {**ABOUT, "benchmark": run.partition("-")[0], "command": f"measure {run}", "machine": machine}
-    (root / "results" / f"{run}-abacus.json").write_text(json.dumps({"args": {}, **about, **figures, **more}))
+    (root / "results" / f"{run}-{machine['name']}.json").write_text(
+        json.dumps({"args": {}, **about, **figures, **more})
+    )
 
 
 def run(root: Path, *flags: str) -> None:
@@ -160,17 +164,24 @@ def test_every_figure_is_that_of_the_files(root):
         "| full | 1.00 | 3.00 | 2.00 ± 0.00 | 4.0, 4.0 nats a sequence | 1.00, 1.00 |",
         "| 7B bf16 b64 prompt 512 | hybrid | 1000.00 (1000.00–1000.00) | 50% | 1.00 (1.00–1.00) | 25% | 64000 |  |",
         "| tokens a second of rollouts | Hugging Face's `generate`, whole model | 4.00 | An Abacus, AVX2 |",
+        "| rollouts under ZeRO-3, whole weights | ZeRO-3 that keeps all | 3.00 | An Abacus, AVX2 |",
+        "| the same | ZeRO-3 that keeps a seventh | 4.00 | An Abacus, AVX2 |",
+        "| the same, a layer at a time | the same | 2.00 | An Abacus, AVX2 |",
+        "| memory of the plan | the peak of live tensors | 1.50 | An Abacus, AVX2 |",
+        "| the same, 0.5B | the peak of the process's memory | 0.50 | An Abacus, AVX2 |",
+        "*vLLM* is vllm 9.8.7 for CPUs",
         "*An Abacus (avx2), 2 cores, 2 ranks, 1 thread; load 0.2 to 1.5; `hybrid/` at abc1234; 2030-01-02; "
         "`measure rollout`.*",
     ):
         assert line in text, line
-    assert "{{" not in text
+    assert "{{" not in text and "tokens_per_second" not in text
     for line in (
         "| case | An Abacus, AVX2 | G1 | 8 × H100 |",
         "| 120M bf16, 64 rows | 200 (4.0 ×, 1.50 ×) | – | not measured |",
         "| 120M bf16, 16 rows | not measured | – | not measured |",
         "| 7B bf16, 64 rows, prompts of 512 tokens | – | 64000 (3.0 ×) | not measured |",
-        "| GRPO step in TRL: time of TRL's default over ours | 3.0 × (7M) | 3.0 × (7M) | not measured |",
+        "| GRPO step in TRL with `hybrid.install()`: time of TRL's default over ours | 3.0 × (7M) | not measured | "
+        "not measured |",
         "| PPO: gold score, 0 to 1 | 0.25 ± 0.00 | 0.62 ± 0.12 |",
     ):
         assert line in readme, line
@@ -181,10 +192,10 @@ def test_without_results_the_page_says_so(root):
         path.unlink()
     run(root)
     text, readme = ((root / name).read_text() for name in ("docs/benchmarks.md", "README.md"))
-    computed = ("in_short", "roofline_steps", "roofline_iterations")
+    computed = ("in_short", "vllm", "roofline_steps", "roofline_iterations")
     places = [place for place in page.PLACE.findall(page.TEMPLATE.read_text()) if place not in computed]
     assert text.count("*Not measured.*") == len(places) > 10 and "| tokens a second of rollouts |" in text
-    assert "| GRPO: exact match on 211 sums that it has not seen | not measured | not measured |" in readme
+    assert "| GRPO: exact match on sums that it has not seen | not measured | not measured |" in readme
     assert not (root / "docs" / "rollout.png").exists()
 
 
@@ -197,6 +208,17 @@ def test_every_machine_is_shown_and_earlier_code_comes_last(root):
     run(root)
     assert "| case | An Abacus, AVX2 | A Slate, AVX2 (earlier code) | G1 |" in (root / "README.md").read_text()
     assert (root / "docs" / "benchmarks.md").read_text().count("| 120M bf16 b64 | 200 (100–400) |") == 2
+
+
+def test_a_caption_says_which_rows_were_measured_when(root):
+    tp = INVENTED["tp-10M-f32"]
+    write(root, "tp-10M-bf16", {**tp, "args": {**MODES, "dtype": "bf16"}}, date="2020-01-01", source="an earlier page")
+    run(root)
+    captions = [line for line in (root / "docs" / "benchmarks.md").read_text().splitlines() if "measure tp-" in line]
+    assert len(captions) == 2
+    for line, run_name, date in zip(sorted(captions), ("bf16", "f32"), ("2020-01-01", "2030-01-02"), strict=True):
+        assert f"measure tp-10M-{run_name}" in line and date in line
+        assert ("an earlier page" in line) == (run_name == "bf16")
 
 
 def test_a_missing_figure_names_the_file_and_the_key(root):
@@ -268,7 +290,7 @@ def test_every_result_of_the_repository_says_where_it_is_from():
     there = [Figures(json.loads(path.read_text()), path.name) for path in RESULTS.glob("*.json")]
     assert there
     for result in there:
-        assert result["command"] and result["date"] and result["machine"]["cores"] and caption(result)
+        assert result["command"] and result["date"] and result["machine"]["cores"] and captions(result)
         assert result.get("source") or (result["commit"] and result["versions"]), f"{result.where}: no commit"
 
 

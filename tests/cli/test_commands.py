@@ -1,7 +1,6 @@
 """`hybrid doctor`, `hybrid plan` and `hybrid report`: what they print, and how they exit."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -47,11 +46,18 @@ def config_of(folder, family="llama", **sizes):
     return folder
 
 
-def found(*arguments: str) -> dict[str, dict[str, str]]:
-    """The findings of `hybrid doctor --json`, by subject."""
-    return {
-        finding["subject"]: finding for finding in json.loads(run("doctor", "--json", *arguments).stdout)["findings"]
-    }
+def written(folder, *arguments: str):
+    """What `hybrid doctor --json` writes; `findings` by their subjects."""
+    result = run("doctor", "--json", folder / "doctor.json", *arguments)
+    content = json.loads((folder / "doctor.json").read_text())
+    assert content["ok"] == (result.exit_code == 0), result.output
+    content["findings"] = {finding["subject"]: finding for finding in content["findings"]}
+    return content
+
+
+def checked(monkeypatch, *results: doctor.Finding) -> None:
+    """The checks of the machine find only `results`: they take seconds and are no part of the test."""
+    monkeypatch.setattr("hybrid.__main__.findings", lambda: iter(results))
 
 
 def test_a_healthy_machine(machine):
@@ -62,12 +68,18 @@ def test_a_healthy_machine(machine):
     assert len(result.output.splitlines()) < 40, "one screen"
 
 
-def test_the_module_runs_alone(machine):
-    done = subprocess.run(
-        [sys.executable, "-m", "hybrid.doctor", "--json"], capture_output=True, text=True, timeout=300
-    )
+def test_the_module_runs_alone(machine, tmp_path):
+    command = [sys.executable, "-m", "hybrid.doctor", "--json", str(tmp_path / "doctor.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout[done.stdout.index("{") :])["ok"] is True
+    assert json.loads((tmp_path / "doctor.json").read_text())["ok"] is True
+
+
+def test_a_model_and_its_plan_fit_on_one_screen(machine, tmp_path):
+    machine.setenv("COLUMNS", "120")
+    result = run("doctor", config_of(tmp_path), "--zero", 3, "--tp", 2)
+    assert result.exit_code == 0, result.output
+    assert len(result.output.splitlines()) <= 50
 
 
 @pytest.mark.parametrize(
@@ -75,7 +87,9 @@ def test_the_module_runs_alone(machine):
 )
 def test_a_compiler_that_does_not_compile(machine, compiler, words):
     machine.setenv("CXX", compiler)
-    result = run("doctor")
+    machine.setattr(doctor, "sum_of_two", lambda backend: doctor.Finding(backend, doctor.OK, ""))
+    assert run("doctor").exit_code == 0, "torch's operations run instead"
+    result = run("doctor", "--strict")
     assert result.exit_code == 1
     assert words in result.output
     assert "do: " in result.output and "CXX" in result.output
@@ -134,9 +148,63 @@ def test_a_model_that_runs_fused_and_one_that_does_not(machine, tmp_path):
     assert "rollouts run fused" in result.output
     assert "tensor parallel 2" in result.output
     native = config_of(tmp_path / "codegen", "codegen", n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64)
-    model = found(native)[str(native)]
+    checked(machine)
+    content = written(tmp_path, native)
+    model = content["findings"][str(native)]
     assert model["status"] == doctor.WARNING
     assert "model's own layers" in model["detail"]
+    assert content["plan"]["in_use"] == content["plan"]["auto"] == "pinned"
+    need = content["plan"]["modes"]["pinned"]
+    assert need["fits"] and need["total"] == sum(need[kind] for kind in ("snapshot", "kv", "logits", "activations"))
+
+
+# Of a rank: a pinned model of 0.5 GiB does not fit, and layers of it do.
+def test_settings_that_do_not_fit_are_a_problem_though_others_fit(machine, tmp_path):
+    checked(machine)
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16, "vocab_size": 1024}
+    model = config_of(tmp_path / "model", **sizes)
+    flags = [model, "--ranks", 8, "--batch-size", 1, "--prompt-length", 16, "--max-new-tokens", 16]
+    machine.setattr("hybrid.__main__.device_memory_here", lambda *_: 1 << 30)
+    content = written(tmp_path, *flags)
+    memory, plan = content["findings"]["memory"], content["plan"]
+    assert memory["status"] == doctor.PROBLEM
+    assert "pinned does not fit: a rank has 1.0 GiB free" in memory["detail"]
+    assert plan["in_use"] == "pinned" and not plan["modes"]["pinned"]["fits"] and plan["modes"][plan["auto"]]["fits"]
+    assert f'"auto", which takes: {plan["auto"]}' in memory["remedy"]
+    (tmp_path / "ds.json").write_text(json.dumps({"hybrid_engine": {"pin_parameters": "auto"}}))
+    content = written(tmp_path, *flags, "--config", tmp_path / "ds.json")
+    assert content["findings"]["memory"]["status"] == doctor.OK
+    machine.setattr("hybrid.__main__.device_memory_here", lambda *_: 1 << 20)
+    for config in ([], ["--config", tmp_path / "ds.json"]):
+        assert "nor does any other way" in written(tmp_path, *flags, *config)["findings"]["memory"]["detail"]
+
+
+def test_what_is_wrong_with_a_model_is_a_finding_beside_the_others(machine, tmp_path):
+    machine.setenv("HF_HUB_OFFLINE", "1")
+    checked(machine, doctor.Finding("python", doctor.OK, "3"))
+    content = written(tmp_path, "no/such-model")
+    assert content["findings"].keys() == {"python", "no/such-model"} and content["plan"] is None
+    assert "give a directory, or a name" in content["findings"]["no/such-model"]["detail"]
+
+
+def test_more_ranks_than_gpus_are_a_warning(machine, tmp_path):
+    checked(machine)
+    machine.setattr("torch.cuda.device_count", lambda: 1)
+    content = written(tmp_path, config_of(tmp_path / "model"), "--tp", 2)
+    assert content["findings"]["ranks"]["detail"].startswith("1 GPUs are here, and inference_tp_size=2 needs 2 ranks")
+    assert "ranks" not in written(tmp_path, tmp_path / "model", "--tp", 2, "--ranks", 2)["findings"]
+
+
+def test_a_kernel_of_triton(machine):
+    """In Triton's interpreter here; `make gpu` runs it on a GPU."""
+    machine.setenv("TRITON_INTERPRET", "1")
+    finding = doctor.triton_kernel("cpu")
+    assert finding.status == doctor.OK, finding
+    assert "compiles and runs a kernel" in finding.detail
+    machine.setattr(doctor, "KERNEL", doctor.KERNEL.replace("1e-5", "-1"))
+    assert "results are off by" in doctor.triton_kernel("cpu").detail
+    machine.setattr(doctor, "KERNEL", "import os; os.abort()")
+    assert doctor.triton_kernel("cpu").status == doctor.PROBLEM
 
 
 def test_a_plan_of_70b_without_a_machine_for_it(machine, tmp_path):
@@ -172,6 +240,10 @@ def test_a_plan_by_a_deepspeed_file(machine, tmp_path):
     used = next(line for line in result.output.splitlines() if line.endswith("in use"))
     assert used.split()[:3] == ["tensor", "parallel", "2"]
     assert "streaming" not in result.output, "only ZeRO-3 streams"
+    flags = ["--ranks", 2, "--device", "cpu", "--config", tmp_path / "ds.json", "--zero", 3, "--tp", 1]
+    flagged = run("plan", model, *flags)
+    used = next(line for line in flagged.output.splitlines() if line.endswith("in use"))
+    assert used.split()[0] == "pinned" and "streaming" in flagged.output, "flags count more than the file"
 
 
 @pytest.mark.parametrize(
@@ -179,7 +251,10 @@ def test_a_plan_by_a_deepspeed_file(machine, tmp_path):
     [
         (["{model}", "--device-memory", "much"], "'much' is no size"),
         (["{model}", "--device-memory", "1.2.3GB"], "'1.2.3GB' is no size"),
-        (["{model}", "--ranks", "3", "--tp", "2"], "--tp 2 does not divide --ranks 3"),
+        (
+            ["{model}", "--ranks", "3", "--tp", "2"],
+            "inference_tp_size=2 does not divide 3 ranks",
+        ),
         (["{empty}"], "the directory has no config.json"),
         (["no/such-model"], "give a directory, or a name that the hub has"),
         (["{model}", "--config", "no.json"], "no file at 'no.json'"),
@@ -211,13 +286,8 @@ def test_sizes():
 
 
 def test_report_hands_its_arguments_on():
-    environment = {**os.environ, "COLUMNS": "200"}
     done = subprocess.run(
-        [sys.executable, "-m", "hybrid", "report", "no-such-run"],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
+        [sys.executable, "-m", "hybrid", "report", "no-such-run"], capture_output=True, text=True, timeout=300
     )
-    assert done.returncode != 0
-    assert "no-such-run" in done.stdout + done.stderr
+    assert done.returncode == 2
+    assert "there is no metrics.jsonl in 'no-such-run'" in done.stderr
