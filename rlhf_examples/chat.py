@@ -29,7 +29,7 @@ from rlhf_examples.common.terminal import Answers, Terminal
 Messages = list[dict[str, str]]
 MAX_TOKENS = 4096  # of a conversation, if the model allows as many
 HELP = """\
-Enter sends a message; Ctrl-C stops an answer; Ctrl-D or /quit exits.
+Enter sends a message; Ctrl-C stops an answer or a command; Ctrl-D or /quit exits.
 /new               a new conversation             /undo   take the last message and its answer back
 /system TEXT       a new one, with this system message; without TEXT: with none
 /compare PATH      a second model beside the first; without PATH: the first alone
@@ -70,11 +70,16 @@ class Speaker:
 
 
 def load(path: str, args: ChatArguments) -> Speaker:
-    """The model at `path`, ready to answer. Raises ValueError or OSError if there is none."""
+    """The model at `path`, ready to answer. Raises ValueError or OSError if there is none, or if its context has no room
+    beside an answer."""
     tokenizer = load_tokenizer(path)
     dtype = "float32" if args.dtype == "int8" else args.dtype
     model = merged(load_exported(path, deepspeed_config(dtype, zero_stage=0), args.attn_implementation))
     max_tokens = min(getattr(model.config, "max_position_embeddings", 0) or MAX_TOKENS, MAX_TOKENS)
+    if args.max_new_tokens >= max_tokens:
+        raise ValueError(
+            f"max_new_tokens: {args.max_new_tokens} given; {path} takes {max_tokens} with the conversation"
+        )
     engine = hybrid.init_inference(model, dtype=args.dtype, replace_with_kernel_inject=True, max_out_tokens=max_tokens)
     return Speaker(path, engine, tokenizer, max_tokens)
 
@@ -112,7 +117,10 @@ class Chat:
             except UnicodeDecodeError:
                 self.terminal.note("that was no text; nothing was sent")
                 continue
-            except (EOFError, KeyboardInterrupt):
+            except KeyboardInterrupt:  # one that came too late for an answer
+                self.terminal.note("Ctrl-D or /quit exits")
+                continue
+            except EOFError:
                 return self.messages
             if line == "/quit":
                 return self.messages
@@ -137,8 +145,10 @@ class Chat:
             return
         try:
             methods[command]()
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RuntimeError) as error:  # also of memory
             self.terminal.note(f"/{command}: {error}")
+        except KeyboardInterrupt:
+            self.terminal.note(f"/{command}: stopped")
 
     @property
     def system(self) -> str:
@@ -152,11 +162,12 @@ class Chat:
         self.answers = []
 
     def compare(self, path: str) -> None:
-        """Let a second model answer too; with an empty path the first alone."""
-        del self.speakers[1:]
+        """Let a second model answer too; with an empty path the first alone. A path that is wrong changes nothing."""
+        second = []
         if path:
             require_model("path", path, self.args.attn_implementation)
-            self.speakers.append(load(path, self.args))
+            second = [load(path, self.args)]
+        self.speakers[1:] = second
         self.terminal.note(f"answers: {' and '.join(speaker.name for speaker in self.speakers)}")
 
     def pick(self, number: str) -> None:
@@ -184,12 +195,12 @@ class Chat:
             self.terminal.note(f"{error}; nothing was sent")
             return
         with self.terminal.answers([speaker.name for speaker in self.speakers]) as shown:
-            said = [
+            answered = [
                 self.answer(*each, number, shown)
                 for number, each in enumerate(zip(self.speakers, prompts, strict=True))
             ]
-        self.answers = [text for text, _ in said]
-        self.terminal.note("; ".join(measured for _, measured in said))
+        self.answers = [text for text, _ in answered]
+        self.terminal.note("; ".join(speed for _, speed in answered))
         self.messages.append({"role": "assistant", "content": self.answers[0]})
 
     def prompt(self, speaker: Speaker) -> torch.Tensor:

@@ -3,12 +3,14 @@
 import ast
 import functools
 import re
+import shlex
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import typer
 from deepspeed.inference.config import (
     DeepSpeedInferenceConfig,
     DeepSpeedMoEConfig,
@@ -20,6 +22,7 @@ from deepspeed.inference.config import WeightQuantConfig as DeepSpeedWeightQuant
 
 import hybrid
 from docs.make_api import TABLE_BEGINS, TABLE_ENDS, entry, inference_table, key_texts, page
+from hybrid.__main__ import app
 from hybrid.config import (
     BLOCKS,
     FORWARDED,
@@ -34,6 +37,7 @@ from hybrid.config import (
 from hybrid.models.families import LLAMA, OLMO2, without
 from rlhf_examples.common.arguments import PPOArguments
 from tests.compat.test_install import fresh_accelerate_state, quietly
+from tests.engines import engine_of, settings
 from tests.tiny_models import prompts, tiny_model, with_peft
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,8 +58,8 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.re
 @every_page
 def test_every_code_block_has_a_language(page):
     """ "python" blocks are run by this file, `test_readme.py`, `test_environments.py` and `test_trl.py`; "bash" by
-    `test_launchers.py`, `test_recipes.py` and, for `make`, CI; all of `docs/jobs/` by `test_job_pages.py`; "text" is
-    not run. All of `upstream.md`: `test_upstream.py`."""
+    `test_launchers.py`, `test_recipes.py` and, for `make`, CI; all of `docs/jobs/` by `test_job_pages.py`; all of
+    `upstream.md` by `test_upstream.py`. "text" is not run, and is not Python."""
     fences = re.findall(r"^```(.*)$", page.read_text(), re.M)
     assert len(fences) % 2 == 0 and set(fences[1::2]) <= {""}
     allowed = {
@@ -64,9 +68,37 @@ def test_every_code_block_has_a_language(page):
         "migration.md": {"python"},
         "environments.md": {"python"},
         "upstream.md": {"python"},
+        "index.md": {"python"},
+        "settings.md": {"python", "text"},
     }
     of_jobs = {"python", "bash", "diff", "json", "yaml", "text"}
     assert set(fences[::2]) <= (of_jobs if page.parent.name == "jobs" else allowed.get(page.name, {"text"}))
+
+
+def is_python(block: str) -> bool:
+    """Whether a block is Python that calls something."""
+    try:
+        return any(isinstance(node, ast.Call) for node in ast.walk(ast.parse(block)))
+    except SyntaxError:
+        return False
+
+
+@every_page
+def test_no_python_is_called_text(page):
+    assert is_python("f(1)") and not is_python("a: b(c)") and not is_python("make test")
+    assert [
+        block for block in re.findall(r"^```text\n(.*?)^```", page.read_text(), re.M | re.S) if is_python(block)
+    ] == []
+
+
+@every_page
+def test_commands_of_hybrid_have_the_options_that_pages_name(page):
+    """Inline or in a block; parsed, not run."""
+    commands = typer.main.get_command(app).commands
+    for text in re.findall(r"`(?:python -m )?hybrid ((?:doctor|plan|report)\b[^`]*)`", page.read_text()):
+        name, *arguments = shlex.split(text)
+        if arguments or name == "doctor":
+            commands[name].make_context(name, arguments)
 
 
 @every_page
@@ -100,6 +132,31 @@ def check_blocks() -> None:
         assert isinstance(names["engine"], hybrid.HybridEngine) and names["engine"].weight_version == 1
         assert names["tokens"].shape[1] > 6
         assert "same" not in names or names["same"].equal(names["tokens"])
+
+
+def check_index_and_settings() -> None:
+    """The few lines of the first page, and router replay, with its `loss_of`."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "index.md").read_text(), re.S)
+    model = with_peft(tiny_model("llama", dtype=torch.bfloat16, max_position_embeddings=512))
+    ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    names = {"hybrid": hybrid, "model": model, "trainable": trainable, "prompt_ids": ids, "prompt_mask": mask}
+    exec(code.replace("configs/", f"{ROOT}/configs/"), names)
+    assert (
+        names["batch"].completion_ids.shape[0] == 16 and names["reference"].shape == names["batch"].completion_ids.shape
+    )
+    names["engine"].destroy()
+
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "settings.md").read_text(), re.S)
+    engine = engine_of(tiny_model("mixtral"), settings(3, rollout={"return_router_indices": True}))
+    names = {"hybrid": hybrid, "engine": engine, "ids": ids, "mask": mask, "sampling": hybrid.SamplingParams(8)}
+    names |= {"micro_batches": [[0], [1]], "loss_of": lambda logits, part: logits.float().mean()}
+    exec(code, names)
+    assert names["batch"].router_indices.shape[0] == 2 and engine.micro_steps == 2
+
+
+def test_code_of_the_first_page_and_of_router_replay_runs(ranks):
+    ranks.run(check_index_and_settings)
 
 
 def test_code_of_the_migration_page_runs(ranks):

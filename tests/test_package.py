@@ -1,5 +1,7 @@
 """What is installed: sdist and wheel have every source, and an installed wheel builds its kernels and trains."""
 
+import ast
+import importlib.metadata
 import os
 import re
 import shutil
@@ -141,3 +143,24 @@ def test_a_users_script_type_checks_against_an_installed_wheel(installed, tmp_pa
     broken = (tmp_path / "script.py").read_text().replace("num_generations=8", "num_generations='8'")
     (tmp_path / "script.py").write_text(broken)
     assert "[arg-type]" in subprocess.run(command, **settings).stdout
+
+
+OPTIONAL = {"triton", "trl", "flashinfer"}  # imported where they are there
+
+
+def test_what_the_package_imports_is_declared():
+    """That it comes with another package today is no promise of that package."""
+    declared = {
+        Requirement(line).name
+        for line in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    }
+    distributions = importlib.metadata.packages_distributions()
+    imported = set()
+    for path in (ROOT / "hybrid").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
+            imported |= {name.partition(".")[0] for name in names}
+    imported -= {*sys.stdlib_module_names, *OPTIONAL, "hybrid", "rlhf_examples"}
+    missing = {name for name in imported if not declared & {*distributions[name]}}
+    assert len(imported) > 8 and missing == set()

@@ -122,11 +122,12 @@ def on_ranks(ranks: Any, code: str) -> tuple[str, str]:
     return next((answer for answer in answers if answer[0] != "ends"), ("ends", ""))
 
 
-def verdict(runs: str, end: str) -> str:
+def verdict(runs: str, end: str, why: str = "") -> str:
     """Whether a block that should run as `runs` says, and ended by `end`, has shown the defect: "shown", "fixed", or
-    "unclear" if it does not run at all."""
+    "unclear" if it does not run at all. An error that the defect itself causes is a RuntimeError: of a collective."""
     if "fails" in runs:
-        return "fixed" if end == "ends" else "shown"
+        is_own = end in ("dies", "asserts") or why.rstrip().rpartition("\n")[2].startswith("RuntimeError")
+        return "fixed" if end == "ends" else "shown" if is_own else "unclear"
     return {"ends": "shown", "asserts": "fixed"}.get(end, "unclear")
 
 
@@ -154,7 +155,7 @@ def test_the_defect_is_still_there(defect, request):
         end, why = on_ranks(request.getfixturevalue("ranks"), defect.code)
     else:
         end, why = in_a_process(defect.code)
-    result = verdict(runs, end)
+    result = verdict(runs, end, why)
     assert result == "shown", message(defect, result, why)
 
 
@@ -167,6 +168,8 @@ def test_a_block_whose_defect_is_gone_is_reported():
     assert in_a_process("none")[0] == "raises" and verdict("one process", "raises") == "unclear"
     assert in_a_process("os._exit(3)") == ("dies", "exit code 3")
     assert verdict("one process, fails", "ends") == "fixed" and verdict("two ranks, fails", "dies") == "shown"
+    for code, expected in (("raise RuntimeError('gloo')", "shown"), ("torch._renamed()", "unclear")):
+        assert verdict("two ranks, fails", *in_a_process(code)) == expected
 
 
 def test_the_table_lists_the_sections():

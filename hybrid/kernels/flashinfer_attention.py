@@ -29,7 +29,7 @@ TENSOR_CORE_GROUP = 4  # query heads of a KV head; FlashInfer's other decode ker
 def flashinfer_reason(settings: AttentionSettings, device: torch.device) -> str:
     """Why FlashInfer cannot compute this attention on this device; "" if it can."""
     if importlib.util.find_spec("flashinfer") is None:
-        return 'flashinfer is not installed (pip install "hybrid-engine[flashinfer]")'
+        return "flashinfer is not installed (pip install flashinfer-python)"
     if device.type != "cuda":
         return f"FlashInfer needs a CUDA device, and the model is on {device.type}"
     if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:

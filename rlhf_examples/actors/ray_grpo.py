@@ -1,6 +1,6 @@
 """GRPO in Ray actors that hold a rank each; policy, reference and reward model take turns on the device.
 
-`pip install "hybrid-engine[ray]"`. The models of `make demo` on two CPU actors; a model of 7B on 8 GPUs:
+`pip install ".[ray]"` in the checkout. The models of `make demo` on two CPU actors; a model of 7B on 8 GPUs:
 python -m rlhf_examples.actors.ray_grpo --num_ranks 2 --actor_model_name_or_path runs/demo/sft/model \\
     --data_path synthetic:stories --reward runs/demo/reward_model/model --num_iterations 3
 python -m rlhf_examples.actors.ray_grpo --num_ranks 8 --actor_model_name_or_path my-model --data_path problems.jsonl \\
@@ -28,7 +28,7 @@ from rlhf_examples.common.ranks import end_ranks, start_ranks
 class RayGRPOArguments(GRPOArguments):
     """GRPO in Ray actors."""
 
-    num_ranks: int = arg(2, "actors, each with a rank, and with a GPU if the cluster has so many")
+    num_ranks: int = arg(2, "actors, each with a rank, and with a GPU if the cluster has any")
     sleeps: bool = arg(True, "an engine is on the device only while it computes")
 
 
@@ -86,8 +86,10 @@ def run(args: RayGRPOArguments) -> list[dict[str, float]]:
     import ray  # needs the extra `ray`
 
     ray.init(ignore_reinit_error=True)
-    gpus = int(ray.cluster_resources().get("GPU", 0) >= args.num_ranks)
-    actor_class = ray.remote(num_cpus=1, num_gpus=gpus)(RankActor)
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    if 0 < gpus < args.num_ranks:
+        raise ValueError(f"num_ranks: {args.num_ranks} given, and the cluster has {gpus} GPUs; give at most as many")
+    actor_class = ray.remote(num_cpus=1, num_gpus=int(gpus > 0))(RankActor)
     ranks = [actor_class.remote(args, rank) for rank in range(args.num_ranks)]
     host, port = ray.get(ranks[0].address.remote())
     on_all(ranks, "start", host, port)

@@ -591,7 +591,10 @@ class ChatArguments:
     attn_implementation: str = arg("", ATTENTION)
 
     def __post_init__(self) -> None:
+        if self.compare and not self.path:
+            raise ValueError(f"compare: {self.compare!r} given without path, the model to compare it with")
         require_choices(self, dtype=("float32", "bfloat16", "int8"))
+        require_range(self, max_new_tokens=(1, None), temperature=(0, None), top_p=(0.01, 1))
         require_attention_of_dtype(self)
         RecordFormat(chat_template_kwargs=self.chat_template_kwargs)  # raises ValueError unless it is a JSON object
 

@@ -8,6 +8,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from rlhf_examples.common.files import printable
+
 SIDE_BY_SIDE_COLUMNS = 80  # of the terminal; in a narrower one answers are below each other
 
 
@@ -58,7 +60,7 @@ class Lines(Answers):
                 Text(f"\n[{number + 1}] {self.names[number]}" if self.last >= 0 else f"[1] {self.names[0]}")
             )
         self.last = number
-        self.console.file.write(text)
+        self.console.file.write(printable(text))
         self.console.file.flush()
 
     def end(self) -> None:
@@ -84,7 +86,7 @@ class Columns(Answers):
         return table
 
     def add(self, number: int, text: str) -> None:
-        self.texts[number] += text
+        self.texts[number] += printable(text)
         self.live.update(self.table())
 
     def end(self) -> None:

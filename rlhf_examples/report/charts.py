@@ -5,10 +5,9 @@ A log is a pandas frame with a row for each iteration (the index) and a column f
 
 import html
 import io
-import itertools
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import matplotlib
@@ -41,13 +40,18 @@ PHASES_TITLE = "Time of an iteration by phase"
 
 @dataclass(frozen=True)
 class Chart:
-    """The content of a chart.  series: metric → its name in the legend; metrics that a log lacks are left out."""
+    """The content of a chart.
+
+    series: metric → its name in the legend; metrics that a log lacks are left out.
+    colors: metric → number of its series colour, and a single line is named too; empty: colours in the order of lines.
+    """
 
     title: str
     unit: str
     series: dict[str, str]
     log_scale: bool = False
     smooth: bool = True
+    colors: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,9 @@ def draw_lines(log: pd.DataFrame, chart: Chart, links: dict[int, str] | None = N
     if not columns:
         return None
     figure, axes = new_figure()
-    for color, column in zip(itertools.cycle(SERIES), columns.values()):
+    numbers = {name: chart.colors.get(name, i) % len(SERIES) for i, name in enumerate(columns)}
+    for name, column in columns.items():
+        color = SERIES[numbers[name]]
         smooth = smoothed(column) if chart.smooth else None
         few = len(column) < FEWEST_WITHOUT_DOTS
         if smooth is None:
@@ -86,8 +92,9 @@ def draw_lines(log: pd.DataFrame, chart: Chart, links: dict[int, str] | None = N
     else:
         plain_ticks(axes)
     iteration_axis(axes, log.index)
-    labels = [(chart.series[name], i % len(SERIES)) for i, name in enumerate(columns)]
-    return Drawing(chart.title, chart.unit, as_svg(figure, chart.title), tuple(labels) if len(labels) > 1 else ())
+    labels = tuple((chart.series[name], number) for name, number in numbers.items())
+    is_named = len(labels) > 1 or chart.colors
+    return Drawing(chart.title, chart.unit, as_svg(figure, chart.title), labels if is_named else ())
 
 
 def add_links(axes: Axes, column: pd.Series, chart: Chart, links: dict[int, str]) -> None:
@@ -96,7 +103,7 @@ def add_links(axes: Axes, column: pd.Series, chart: Chart, links: dict[int, str]
     line = (column if line is None else line).dropna()
     marked = [iteration for iteration in links if iteration in line.index]
     if marked:
-        dots = axes.scatter(marked, line[marked], s=26, color=SERIES[0], zorder=5, clip_on=False)
+        dots = axes.scatter(marked, line[marked], s=60, color=SERIES[0], zorder=5, clip_on=False)
         dots.set_urls([links[iteration] for iteration in marked])
 
 
@@ -241,7 +248,8 @@ def as_svg(figure: Figure, title: str) -> str:
     text = file.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text[text.index("<svg") :], flags=re.DOTALL)
     box = re.findall(r'viewBox="[^"]*"', text)[0]
-    text = f'<svg {box} role="img" aria-label="{html.escape(title)}">{text[text.index(">") + 1 :]}'
+    role = "group" if "<a " in text else "img"  # an image has no links for screen readers
+    text = f'<svg {box} role="{role}" aria-label="{html.escape(title)}">{text[text.index(">") + 1 :]}'
     # The page sets the font, and nothing refers to the ids and styles of groups.
     text = re.sub(r'<g id="[^"]*"', "<g", text.replace("xlink:href", "href"))
     text = re.sub(r"<style.*?</style>| font-family:[^;]*;| transform=\"rotate\(-?0 [^\"]*\"", "", text)

@@ -199,7 +199,7 @@ TEMPLATE = """<!DOCTYPE html>
   {%- for drawing in step.speed %}<div class="card">{{ chart(drawing) }}</div>{% endfor %}
 </div>
 {%- endif %}
-{{ charts("Sampler and trainer", step.numerics) }}
+{{ charts("Sampler and trainer", step.numerics, step.key ~ "-numerics" if step.numerics else "") }}
 {%- if step.samples %}
 <h3 id="{{ step.key }}-samples">{{ samples_title }}</h3>
 {%- for sample in step.samples %}
@@ -246,8 +246,12 @@ TEMPLATE = """<!DOCTYPE html>
 </section>
 {%- endfor %}
 <footer>Thin lines show single iterations, thick lines a centred moving average over a tenth of the run.
+{%- if steps | selectattr("phases") | list %}
 The stacked chart of a long run shows means of adjacent iterations.
+{%- endif %}
+{%- if steps | selectattr("completions") | list %}
 A large dot leads to the completions of that iteration.
+{%- endif %}
 {{ arrow }}</footer>
 </main>
 </body>

@@ -244,7 +244,12 @@ def write_comparison(first: Path, second: Path) -> Path:
             for name, now in summaries[1].items()
             if isinstance(now, int | float) and name in summaries[0] and not name.endswith(("_stderr", "_before"))
         ],
-        settings=different(*(read_json(directory / SETTINGS, {}) for directory in directories)),
+        settings=different(
+            *(
+                {} if (directory / METRICS).is_file() else read_json(directory / SETTINGS, {})
+                for directory in directories
+            )
+        ),
         settings_title="Settings that differ",
         settings_open=True,
         steps=[compared_section(*pair, names) for pair in pairs],
@@ -268,7 +273,7 @@ def compared_section(one: Step, other: Step, names: list[str]) -> dict:
     charts = {
         group: [overlay(chart, logs, names) for chart in of_group]
         for group, of_group in (
-            ("learning", (*LEARNING, *other_charts(logs[0]))),
+            ("learning", (*LEARNING, *other_charts(pd.concat(logs)))),
             ("speed", SPEED),
             ("numerics", NUMERICS),
         )
@@ -296,6 +301,7 @@ def compared_section(one: Step, other: Step, names: list[str]) -> dict:
     has = {
         ("learning", "Learning"): True,
         ("speed", "Time and memory"): drawn["speed"],
+        ("numerics", "Sampler and trainer"): drawn["numerics"],
         ("samples", "Samples"): samples,
     }
     return {
@@ -320,14 +326,13 @@ def compared_section(one: Step, other: Step, names: list[str]) -> dict:
 
 def overlay(chart: Chart, logs: list[pd.DataFrame], names: list[str]) -> Chart:
     """A chart with a line for each metric of each of two runs."""
-    many = sum(any(name in log for log in logs) for name in chart.series) > 1
+    logged = [name for name in chart.series if any(name in log for log in logs)]
     series = {
-        f"{run}/{name}": f"{names[run]}: {label}" if many else names[run]
-        for name, label in chart.series.items()
-        for run, log in enumerate(logs)
-        if name in log
+        f"{run}/{name}": f"{run_name}: {chart.series[name]}" if len(logged) > 1 else run_name
+        for name in logged
+        for run, run_name in enumerate(names)
     }
-    return replace(chart, series=series)
+    return replace(chart, series=series, colors={name: number for number, name in enumerate(series)})
 
 
 def different(one: dict, other: dict) -> list[tuple[str, str]]:
@@ -406,6 +411,7 @@ def step_section(step: Step) -> dict:
     has = {
         ("learning", "Learning"): True,
         ("speed", "Time and memory"): section["phases"] or section["speed"],
+        ("numerics", "Sampler and trainer"): section["numerics"],
         ("samples", "Samples"): section["samples"],
         ("completions", "Completions while training"): completions,
         ("metrics", "All metrics"): section["metrics"],

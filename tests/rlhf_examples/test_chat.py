@@ -14,6 +14,7 @@ import subprocess
 import sys
 import termios
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -154,12 +155,13 @@ def test_two_models_side_by_side(terminal, models, tmp_path):
     user.say(f"/save {tmp_path}/saved.json")
     picked = json.loads((tmp_path / "saved.json").read_text())[-1]["content"]
     assert "there are answers 1 to 2" in user.say("/pick 3")
-    assert f"answers: {models[0]}" in user.say("/compare")
+    assert "/compare: " in user.say("/compare /no/such/model")
+    assert user.say("hello again").count("16 tokens") == 2, "the second model stayed"
+    assert f"answers: {models[0]}\n" in user.say("/compare")
     user.say("/new")
     user.say("hello")
     user.say(f"/save {tmp_path}/saved.json")
     assert json.loads((tmp_path / "saved.json").read_text())[-1]["content"] != picked, "the first model's own answer"
-    assert "/compare: " in user.say("/compare /no/such/model")
     user.close()
 
 
@@ -174,6 +176,8 @@ def test_answers_are_streamed_and_ctrl_c_stops_one(terminal, tmp_path):
     stopped = user.until(PROMPT)
     tokens = int(re.search(r"(\d+) tokens, .*stopped", stopped)[1])
     assert 0 < tokens < 3000
+    os.write(user.near, b"\x03")  # a moment later: nothing is lost
+    assert "Ctrl-D or /quit exits" in user.until(PROMPT)
     assert "/help" in user.say("/help"), "the chat goes on"
     user.close()
 
@@ -229,6 +233,51 @@ def chat_with(**settings) -> tuple[chat.Chat, io.StringIO]:
     args = ChatArguments(path="model", **{"max_new_tokens": 6, **settings})
     speaker = chat.Speaker("model", Letters(tokenizer), tokenizer, 4096)
     return chat.Chat([speaker], args, Terminal(Console(file=output, width=200))), output
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": -1.0}, "temperature: -1.0 given; it must be at least 0"),
+        ({"top_p": 2.0}, "top_p: 2.0 given; it must be at most 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens: 0 given; it must be at least 1"),
+        ({"path": "", "compare": "other"}, "compare: 'other' given without path"),
+    ],
+)
+def test_settings_out_of_range(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ChatArguments(**settings)
+
+
+def test_answers_longer_than_the_model(models):
+    with pytest.raises(ValueError, match="max_new_tokens: 5000 given; .* takes 4096 with the conversation"):
+        chat.load(models[0], ChatArguments(path=models[0], max_new_tokens=5000))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
+def test_a_command_that_fails_ends_nothing(monkeypatch, error):
+    def load(path, args):
+        raise error
+
+    talking, output = chat_with()
+    monkeypatch.setattr(chat, "load", load)
+    monkeypatch.setattr(chat, "require_model", lambda *_: None)
+    lines = iter(["hello", "/compare other"])
+    messages = talking.talk(lambda: next(lines, None) or quit_now())
+    assert len(messages) == 2 and len(talking.speakers) == 1
+    assert re.search("/compare: (out of memory|stopped)", output.getvalue())
+
+
+def quit_now():
+    raise EOFError
+
+
+def test_a_terminal_obeys_no_answer():
+    talking, output = chat_with()
+    talking.speakers[0] = replace(talking.speakers[0], engine=Letters(talking.speakers[0].tokenizer, "a\x1b[2Jb"))
+    talking.send("hello")
+    assert "\x1b" not in output.getvalue() and "a\ufffd[2Jb" in output.getvalue()
+    assert talking.messages[-1]["content"] == "a\x1b[2Jb", "the conversation has what was sampled"
 
 
 def test_the_history_is_in_the_next_prompt():

@@ -366,11 +366,18 @@ def log_grpo(directory: Path, reward: float, beta: float) -> None:
     """Log a GRPO step whose held-out completions are written every second iteration."""
     log = RunLog(directory, total=12, print_every=0, report_to=[], settings={"beta": beta, "seed": 1})
     for i in range(1, 13):
-        log.add(i, {"reward": reward * i, "kl": 0.1, "time/iteration_s": 1.0, "time/tokens_per_s": 90.0})
+        metrics = {"reward": reward * i, "kl": 0.1, "time/iteration_s": 1.0, "time/tokens_per_s": 90.0}
+        log.add(i, metrics | ({"eval_reward": 0.5} if reward == 2.0 else {}))
         if i % 2 == 0:
-            columns = {"prompt": ["1 + 1 =", "2 + 2 ="], "completion": [f"two {i}", f"four {i}"], "score": [0.0, 1.0]}
+            game = [{"role": "assistant", "text": f"two {i}"}, {"role": "user", "text": "higher"}]
+            columns = {"prompt": ["1 + 1 =", "2 + 2 ="], "completion": [game, f"four {i}"], "score": [0.0, 1.0]}
             log.add_completions(i, columns, shown=0)
-    log.show_samples(["1 + 1 =", "2 + 2 ="], ["", "5"], [f"after {beta}", ODD], [0.0, 0.0], [1.0, reward])
+    turns = [
+        {"role": "assistant", "text": "<tool_call>add(1, 1)</tool_call>"},
+        {"role": "tool", "text": "2" * 90},
+        {"role": "assistant", "text": f"after {beta}"},
+    ]
+    log.show_samples(["1 + 1 =", "2 + 2 ="], ["", "5"], [turns, ODD], [0.0, 0.0], [1.0, reward])
 
 
 @pytest.fixture(scope="module")
@@ -417,6 +424,46 @@ def test_two_runs_are_compared(two_runs):
     )
     values = [" ".join(value.split()) for value in page.texts[".value"]]
     assert "12 → 24" in values, "the last tenth's reward of both"
+
+
+def test_a_metric_of_one_run_is_named_and_keeps_its_runs_colour(two_runs):
+    source = (two_runs[1] / "comparison.html").read_text()
+    page = Page(two_runs[1] / "comparison.html")
+    assert "Eval reward" in page.charts, "only the second run has it"
+    (figure,) = re.findall(r'<figure(?:(?!</figure>).)*aria-label="Eval reward".*?</figure>', source, re.S)
+    assert "second" in figure and "first" not in figure and "var(--series-1)" in figure
+    write_comparison(two_runs[1], two_runs[0])
+    assert Page(two_runs[0] / "comparison.html").charts == page.charts
+
+
+def test_a_run_of_one_step_shows_its_settings_once(two_runs):
+    write_comparison(*(run / "grpo" for run in two_runs))
+    page = Page(two_runs[1] / "grpo" / "comparison.html")
+    assert len([row for row in page.texts["tr"] if "beta" in row]) == 1
+
+
+def test_conversations_have_their_roles(two_runs):
+    page = Page(two_runs[0] / "report.html")
+    tags = [" ".join(text.split()) for text in page.texts[".tag"]]
+    assert {"tool", "assistant", "user"} <= {*tags}
+
+
+def test_the_page_explains_what_it_shows(two_runs, run):
+    for path, dots in ((two_runs[0] / "report.html", True), (two_runs[1] / "comparison.html", False)):
+        assert ("A large dot leads" in path.read_text()) == dots
+    assert "The stacked chart" in (run / "report.html").read_text()
+    assert "The stacked chart" not in (two_runs[1] / "comparison.html").read_text()
+
+
+def test_colours_follow_the_page(run):
+    """Dark mode changes the variables of the style sheet; charts name no colour themselves."""
+    source = (run / "report.html").read_text()
+    charts = re.findall(r"<figure.*?</figure>", source, re.S)
+    assert len(charts) > 5 and not [chart for chart in charts if re.search(r"#[0-9a-f]{6}|rgb\(", chart)]
+    light, dark = source.split("prefers-color-scheme: dark")[:2]
+    variables = {*re.findall(r"var\((--[\w-]+)\)", source)}
+    assert variables and all(f"{name}:" in light for name in variables)
+    assert {name for name in variables if f"{name}:" in dark[:2000]} >= {"--ink", "--muted", "--grid", "--series-0"}
 
 
 def test_runs_without_a_common_step_are_refused(run, two_runs, tmp_path):
