@@ -70,8 +70,8 @@ class Speaker:
 
 
 def load(path: str, args: ChatArguments) -> Speaker:
-    """The model at `path`, ready to answer. Raises ValueError or OSError if there is none, or if its context has no room
-    beside an answer."""
+    """The model at `path`, ready to answer. Raises ValueError or OSError if there is none, or if an answer takes all of
+    its context."""
     tokenizer = load_tokenizer(path)
     dtype = "float32" if args.dtype == "int8" else args.dtype
     model = merged(load_exported(path, deepspeed_config(dtype, zero_stage=0), args.attn_implementation))
