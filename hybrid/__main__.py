@@ -80,7 +80,7 @@ def doctor(
     json_file: Annotated[str, typer.Option("--json", metavar="FILE", help="Also write all that to a JSON file.")] = "",
 ) -> None:
     """Check this machine, and with MODEL whether it runs fused and fits. Exits with 1 if there is a problem."""
-    results, made = list(findings()), None
+    results, offline = list(findings()), None
     if model:
         try:
             settings = read_settings(config, zero, tp, prompt_length + max_new_tokens)
@@ -90,19 +90,19 @@ def doctor(
                 results += other_machines
             memory = device_memory_here(device, ranks)
             training = Training(ranks, settings.zero_stage, lora, getattr(torch, dtype.value), device.value)
-            made = planned(model, settings, training, batch_size, prompt_length + max_new_tokens, memory)
-            results += about_model(model, made, memory)
+            offline = planned(model, settings, training, batch_size, prompt_length + max_new_tokens, memory)
+            results += about_model(model, offline, memory)
         except ValueError as error:
             results.append(Finding(model, PROBLEM, str(error)))
     failed = any(finding.status == PROBLEM or (strict and finding.status == WARNING) for finding in results)
     print_findings(results)
-    if made is not None:
-        print_plan(made)
+    if offline is not None:
+        print_plan(offline)
     if json_file:
         content = {
             "ok": not failed,
             "findings": [asdict(finding) for finding in results],
-            "plan": made and as_dict(made),
+            "plan": offline and as_dict(offline),
         }
         Path(json_file).write_text(json.dumps(content, indent=1))
     raise typer.Exit(int(failed))
@@ -132,11 +132,11 @@ def plan(
     try:
         settings = read_settings(config, zero, tp, tokens)
         training = Training(ranks, settings.zero_stage, lora, getattr(torch, dtype.value), device.value)
-        made = planned(model, settings, training, batch_size, tokens, memory)
+        offline = planned(model, settings, training, batch_size, tokens, memory)
     except ValueError as error:
         fail(str(error))
-    print_plan(made)
-    raise typer.Exit(int(memory is not None and made.chosen is None))
+    print_plan(offline)
+    raise typer.Exit(int(memory is not None and offline.chosen is None))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -226,45 +226,45 @@ def device_memory_here(device: Device, ranks: int) -> int:
     return min(torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count()))
 
 
-def about_model(model: str, made: OfflinePlan, memory: int) -> Iterable[Finding]:
+def about_model(model: str, offline: OfflinePlan, memory: int) -> Iterable[Finding]:
     """Whether a model runs fused, and whether it fits as the settings hold it."""
-    if made.fallback_reason:
+    if offline.fallback_reason:
         remedy = "docs/settings.md lists the families that run fused"
-        yield Finding(model, WARNING, f"rollouts run in the model's own layers: {made.fallback_reason}", remedy)
+        yield Finding(model, WARNING, f"rollouts run in the model's own layers: {offline.fallback_reason}", remedy)
     else:
         yield Finding(model, OK, "rollouts run fused")
-    mode, fits = made.plan.in_use, made.plan.fits(made.plan.in_use)
+    mode, fits = offline.plan.in_use, offline.plan.fits(offline.plan.in_use)
     detail = (
         f"{mode} {'fits' if fits else 'does not fit'}: a rank has {size_text(memory)} free, training takes "
-        f"{size_text(made.training_bytes)} without activations, a rollout {size_text(made.plan.needs[mode].total)}"
+        f"{size_text(offline.training_bytes)} without activations, a rollout {size_text(offline.plan.needs[mode].total)}"
     )
     if fits:
         yield Finding("memory", OK, detail)
-    elif made.chosen is None:
+    elif offline.chosen is None:
         yield Finding("memory", PROBLEM, f"{detail}; nor does any other way", "more ranks, --lora, or a smaller model")
     else:
-        remedy = f'inference_tp_size and pin_parameters "auto", which {auto_text(made)}; or a smaller --batch-size'
+        remedy = f'inference_tp_size and pin_parameters "auto", which {auto_text(offline)}; or a smaller --batch-size'
         yield Finding("memory", PROBLEM, detail, remedy)
 
 
-def auto_text(made: OfflinePlan) -> str:
+def auto_text(offline: OfflinePlan) -> str:
     """What "auto" does, as the rest of a sentence."""
-    counts = f"{made.num_seqs} of rollout.max_num_seqs={made.max_num_seqs}"
-    return f"takes: {made.chosen}, which decodes {counts} sequences of max_out_tokens at once"
+    counts = f"{offline.num_seqs} of rollout.max_num_seqs={offline.max_num_seqs}"
+    return f"takes: {offline.chosen}, which decodes {counts} sequences of max_out_tokens at once"
 
 
-def as_dict(made: OfflinePlan) -> dict[str, Any]:
+def as_dict(offline: OfflinePlan) -> dict[str, Any]:
     """A plan for JSON, in bytes."""
-    plan = made.plan
+    plan = offline.plan
     modes = {
         str(mode): {**asdict(need), "total": need.total, "fits": plan.fits(mode)} for mode, need in plan.needs.items()
     }
     return {
-        "training_bytes": made.training_bytes,
+        "training_bytes": offline.training_bytes,
         "inference_limit_bytes": plan.limit,
         "modes": modes,
         "in_use": str(plan.in_use),
-        "auto": None if made.chosen is None else str(made.chosen),
+        "auto": None if offline.chosen is None else str(offline.chosen),
     }
 
 
@@ -283,16 +283,16 @@ def escaped(text: str) -> str:
     return text.replace("[", "\\[")
 
 
-def print_plan(made: OfflinePlan) -> None:
+def print_plan(offline: OfflinePlan) -> None:
     """Print a plan's table, and what "auto" would take."""
     print(
-        f"\nTraining holds {size_text(made.training_bytes)} on a rank: weights, gradients, AdamW; without activations."
+        f"\nTraining holds {size_text(offline.training_bytes)} on a rank: weights, gradients, AdamW; without activations."
     )
-    runs = f"in the model's own layers: {made.fallback_reason}" if made.fallback_reason else "fused"
-    print(f"Rollouts run {runs}.\n\n{made.plan}")
-    if made.chosen is not None:
-        print(f'\n"auto" {auto_text(made)}.')
-    elif made.plan.limit is not None:
+    runs = f"in the model's own layers: {offline.fallback_reason}" if offline.fallback_reason else "fused"
+    print(f"Rollouts run {runs}.\n\n{offline.plan}")
+    if offline.chosen is not None:
+        print(f'\n"auto" {auto_text(offline)}.')
+    elif offline.plan.limit is not None:
         print('\n"auto" takes nothing: not one sequence fits.')
 
 
