@@ -234,9 +234,10 @@ def about_model(model: str, offline: OfflinePlan, memory: int) -> Iterable[Findi
     else:
         yield Finding(model, OK, "rollouts run fused")
     mode, fits = offline.plan.in_use, offline.plan.fits(offline.plan.in_use)
+    training, rollout = size_text(offline.training_bytes), size_text(offline.plan.needs[mode].total)
     detail = (
-        f"{mode} {'fits' if fits else 'does not fit'}: a rank has {size_text(memory)} free, training takes "
-        f"{size_text(offline.training_bytes)} without activations, a rollout {size_text(offline.plan.needs[mode].total)}"
+        f"{mode} {'fits' if fits else 'does not fit'}: a rank has {size_text(memory)} free, training takes {training} "
+        f"without activations, a rollout {rollout}"
     )
     if fits:
         yield Finding("memory", OK, detail)
@@ -285,9 +286,8 @@ def escaped(text: str) -> str:
 
 def print_plan(offline: OfflinePlan) -> None:
     """Print a plan's table, and what "auto" would take."""
-    print(
-        f"\nTraining holds {size_text(offline.training_bytes)} on a rank: weights, gradients, AdamW; without activations."
-    )
+    training = size_text(offline.training_bytes)
+    print(f"\nTraining holds {training} on a rank: weights, gradients, AdamW; without activations.")
     runs = f"in the model's own layers: {offline.fallback_reason}" if offline.fallback_reason else "fused"
     print(f"Rollouts run {runs}.\n\n{offline.plan}")
     if offline.chosen is not None:
