@@ -20,14 +20,7 @@ RANKS = 2
 
 def run(seed: int, directory: Path) -> dict[str, float]:
     """Run the demo with one seed and return its summary; its output goes to `directory`.log."""
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        f"--nproc_per_node={RANKS}",
-        "-m",
-        "rlhf_examples.pipeline",
-    ]
+    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={RANKS}"]
     flags = ["--seed", str(seed), "--output_dir", str(directory), "--overwrite", "true"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     directory.parent.mkdir(parents=True, exist_ok=True)
