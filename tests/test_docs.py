@@ -78,9 +78,11 @@ def test_every_code_block_has_a_language(page):
 def is_python(block: str) -> bool:
     """Whether a block is Python that calls something."""
     try:
-        return any(isinstance(node, ast.Call) for node in ast.walk(ast.parse(block)))
+        statements = ast.parse(block).body
     except SyntaxError:
         return False
+    statements = [each for each in statements if not isinstance(each, ast.AnnAssign)]  # YAML's keys
+    return any(isinstance(node, ast.Call) for statement in statements for node in ast.walk(statement))
 
 
 @every_page
@@ -142,9 +144,8 @@ def check_index_and_settings() -> None:
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     names = {"hybrid": hybrid, "model": model, "trainable": trainable, "prompt_ids": ids, "prompt_mask": mask}
     exec(code.replace("configs/", f"{ROOT}/configs/"), names)
-    assert (
-        names["batch"].completion_ids.shape[0] == 16 and names["reference"].shape == names["batch"].completion_ids.shape
-    )
+    completions = names["batch"].completion_ids
+    assert completions.shape[0] == 16 and names["reference"].per_token_logps.shape[0] == 16
     names["engine"].destroy()
 
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "settings.md").read_text(), re.S)
@@ -152,7 +153,7 @@ def check_index_and_settings() -> None:
     names = {"hybrid": hybrid, "engine": engine, "ids": ids, "mask": mask, "sampling": hybrid.SamplingParams(8)}
     names |= {"micro_batches": [[0], [1]], "loss_of": lambda logits, part: logits.float().mean()}
     exec(code, names)
-    assert names["batch"].router_indices.shape[0] == 2 and engine.micro_steps == 2
+    assert names["batch"].router_indices.shape[0] == 2 and names["loss"].isfinite()
 
 
 def test_code_of_the_first_page_and_of_router_replay_runs(ranks):
