@@ -77,8 +77,8 @@ def score_packed(
             )
             for source, target, row, column in zip(*parts, strict=True):
                 if len(source):
-                    logits = decoder.logits(hidden[source])
-                    scores = score_tokens(logits, target, temperature, decoder.vocabulary)
+                    # Without a name for the logits, so that they are freed before the next ones are computed.
+                    scores = score_tokens(decoder.logits(hidden[source]), target, temperature, decoder.vocabulary)
                     logps[row, column], entropies[row, column] = scores
         for own in blocks:
             block_pool.free(own)

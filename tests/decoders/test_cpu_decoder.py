@@ -8,9 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, packed
+from hybrid.decoders.batch import BLOCK_SIZE, KVWeights, PackedBatch, packed
 from hybrid.decoders.cpu_decoder import CpuDecoder
+from hybrid.generation.block_pool import BlockPool
+from hybrid.generation.scoring import LOGIT_ROWS, score_packed
 from hybrid.kernels.cpu_library import cpu_library
 from hybrid.models.reader import read_decoder
 from hybrid.models.spec import UnsupportedModel
@@ -381,3 +386,34 @@ def test_dtypes_without_kernels_are_unsupported():
     model.model.layers[1].mlp.up_proj.bfloat16()
     with pytest.raises(UnsupportedModel, match=r"bfloat16 where the embedding is torch\.float32"):
         decoder_of(model)
+
+
+class LiveLogits(TorchDispatchMode):
+    """The most tensors over the vocabulary, of so many elements or more, that live at once, each storage once."""
+
+    def __init__(self, vocabulary: int, elements: int):
+        super().__init__()
+        self.vocabulary, self.elements, self.most = vocabulary, elements, 0
+        self.live: set[StorageWeakRef] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            is_logits = isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (self.vocabulary,)
+            if is_logits and tensor.numel() >= self.elements:
+                self.live.add(StorageWeakRef(tensor.untyped_storage()))
+        self.live = {ref for ref in self.live if not ref.expired()}
+        self.most = max(self.most, len(self.live))
+        return output
+
+
+@torch.no_grad()
+def test_logits_of_scores_are_freed_before_the_next_ones_are_computed():
+    """With a vocabulary of 128k those of LOGIT_ROWS tokens are 125 MiB, and the memory plan counts them once."""
+    model = tiny_model("llama", max_position_embeddings=1024)
+    decoder, pool = decoder_of(model), BlockPool(128)
+    ids = torch.randint(3, VOCABULARY, (1, 3 * LOGIT_ROWS + 1))
+    pool.begin_call(decoder.kv, KVWeights(0, 0))
+    with LiveLogits(VOCABULARY, LOGIT_ROWS * VOCABULARY) as live:
+        score_packed(decoder, pool, ids, torch.ones_like(ids), 0.7, 1)
+    assert live.most == 1
