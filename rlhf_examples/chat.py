@@ -7,9 +7,11 @@ python -m rlhf_examples.chat --path runs/demo/sft/model --compare runs/demo/ppo/
 """
 
 import json
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -231,34 +233,56 @@ class Chat:
         sampling: dict[str, Any] = {"do_sample": False}
         if args.temperature:
             sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p}
-        streamer = AnswerStreamer(tokenizer, lambda text: shown.add(number, text))
         stopped = ""
-        try:
-            speaker.engine.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=args.max_new_tokens,
-                eos_token_id=ends or None,
-                pad_token_id=tokenizer.pad_token_id,
-                streamer=streamer,
-                **sampling,
-            )
-        except KeyboardInterrupt:
-            streamer.end()
-            stopped = ", stopped"
+        with interrupts() as interrupted:
+            streamer = AnswerStreamer(tokenizer, lambda text: shown.add(number, text), interrupted)
+            try:
+                speaker.engine.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=args.max_new_tokens,
+                    eos_token_id=ends or None,
+                    pad_token_id=tokenizer.pad_token_id,
+                    streamer=streamer,
+                    **sampling,
+                )
+            except Stopped:
+                streamer.end()
+                stopped = ", stopped"
         return streamer.text, streamer.speed() + stopped
 
 
-class AnswerStreamer(TextStreamer):
-    """Hands an answer's text on as it is generated, and measures.  write: called with each piece of text."""
+class Stopped(Exception):
+    """The user ended an answer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], None]):
+
+@contextmanager
+def interrupts() -> Iterator[threading.Event]:
+    """Inside the block Ctrl-C sets the event. A KeyboardInterrupt could come anywhere in the engine, or be lost where
+    Python ignores exceptions."""
+    interrupted = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class AnswerStreamer(TextStreamer):
+    """Hands an answer's text on as it is generated, and measures.  write: called with each piece of text.
+
+    Raises Stopped at the next token once `interrupted` is set.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], None], interrupted: threading.Event):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.write, self.text, self.tokens = write, "", 0
+        self.write, self.interrupted, self.text, self.tokens = write, interrupted, "", 0
         self.start = self.first = self.latest = time.perf_counter()
 
     def put(self, value: torch.Tensor) -> None:
         """Takes the prompt first, then each token."""
+        if self.interrupted.is_set():
+            raise Stopped
         if not self.next_tokens_are_prompt:
             self.tokens += 1
             self.latest = time.perf_counter()

@@ -140,7 +140,7 @@ def check_moved(monkeypatch) -> None:
         seen.extend([rows.prompt_ids, rows.prompt_mask])
         raise Seen
 
-    monkeypatch.setattr(generator, "hugging_face_generate", record_inputs)
+    monkeypatch.setattr("hybrid.generation.generate.hugging_face_generate", record_inputs)
     monkeypatch.setattr(generator, "rollout_request", record_prompts)
     monkeypatch.setattr(engine._generator, "device", torch.device("meta"))
     calls = [
