@@ -89,7 +89,7 @@ def run(args: RayGRPOArguments) -> list[dict[str, float]]:
     gpus = int(ray.cluster_resources().get("GPU", 0))
     if 0 < gpus < args.num_ranks:
         raise ValueError(f"num_ranks: {args.num_ranks} given, and the cluster has {gpus} GPUs; give at most as many")
-    actor_class = ray.remote(num_cpus=1, num_gpus=int(gpus > 0))(RankActor)
+    actor_class: Any = ray.remote(num_cpus=1, num_gpus=int(gpus > 0))(RankActor)
     ranks = [actor_class.remote(args, rank) for rank in range(args.num_ranks)]
     host, port = ray.get(ranks[0].address.remote())
     on_all(ranks, "start", host, port)
