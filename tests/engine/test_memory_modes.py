@@ -288,6 +288,30 @@ def test_peak_memory_of_streaming_is_two_layers(ranks):
     ranks.run(check_streaming_peak)
 
 
+def check_plan_of_scores() -> None:
+    """As in real models, logits are most of what inference takes: 16 MiB for LOGIT_ROWS tokens. Tied, checkpointed, and
+    with other rows on each rank."""
+    model = tiny_model("llama", vocab_size=16384, max_position_embeddings=512, tie_word_embeddings=True)
+    model.gradient_checkpointing_enable()
+    engine = engine_of(model, settings(3, hybrid_engine={"enabled": True, "max_out_tokens": 400}))
+    rows = 3 + dist.get_rank()
+    ids = torch.randint(3, 16384, (rows, 400))
+    engine.score(ids[:, :40], torch.ones_like(ids[:, :40]))  # the self-check is done
+    train_step(engine)
+    engine.eval()
+    plan = engine.memory_plan(rows, 400, 0)
+    assert plan.needs[plan.in_use].logits > 0.5 * plan.needs[plan.in_use].total
+    with torch.no_grad(), LiveBytes(engine.module) as live, engine.inference():
+        engine.score(ids, torch.ones_like(ids))
+    assert engine.stats()["fallback_reason"] == ""
+    ratio = live.peak / plan.needs[plan.in_use].total
+    assert 0.9 <= ratio <= 1.02, (ratio, plan.needs[plan.in_use])
+
+
+def test_scores_over_a_large_vocabulary_take_what_the_plan_says(ranks):
+    ranks.run(check_plan_of_scores)
+
+
 class DataParallelUnit:
     """An `mpu` as Megatron passes it, whose model-parallel groups are single ranks."""
 
