@@ -4,6 +4,7 @@ import importlib.util
 import json
 import sys
 import threading
+import types
 
 import pytest
 
@@ -76,15 +77,14 @@ def test_ray_actors_train_as_ranks_without_ray(ranks, tmp_path):
     assert load_with_transformers(tmp_path / "run" / "model").config.num_hidden_layers == 2
 
 
-NEXT_ROLLOUT, calls = threading.Event(), []
+NEXT_ROLLOUTS, calls = threading.Semaphore(0), []  # that have begun, and no reward has waited for
 
 
 def words_after_the_next_rollout(prompts: list[str], completions: list[str], **columns: list) -> list[float]:
     """A reward that can be computed only while the next rollout of its iteration decodes."""
     calls.append(threading.current_thread().name)
     if len(calls) % 3:
-        assert NEXT_ROLLOUT.wait(timeout=60), "no rollout began while the reward was computed"
-    NEXT_ROLLOUT.clear()
+        assert NEXT_ROLLOUTS.acquire(timeout=60), "no rollout began while the reward was computed"
     return number_of_words(prompts, completions)
 
 
@@ -93,8 +93,8 @@ def check_threaded(settings: dict) -> None:
     own, first = Learner.roll_out, threading.current_thread().name
 
     def roll_out(learner: Learner, iteration: int, number: int = 0):
-        if number:
-            NEXT_ROLLOUT.set()
+        if number and learner.args.threaded:
+            NEXT_ROLLOUTS.release()
         return own(learner, iteration, number)
 
     histories = []
@@ -125,6 +125,14 @@ def test_arguments_of_grpo_alone_raise(tmp_path, changes, message):
     args = arguments_of(ray_grpo.RayGRPOArguments, {**settings_in(tmp_path, reward=[WORDS]), **changes})
     with pytest.raises(ValueError, match=message):
         ray_grpo.require_supported(args)
+
+
+def test_fewer_gpus_than_ranks_raise(tmp_path, monkeypatch):
+    cluster = types.SimpleNamespace(init=lambda **_: None, cluster_resources=lambda: {"CPU": 8.0, "GPU": 1.0})
+    monkeypatch.setitem(sys.modules, "ray", cluster)
+    args = arguments_of(ray_grpo.RayGRPOArguments, settings_in(tmp_path, reward=[WORDS], num_ranks=2))
+    with pytest.raises(ValueError, match="num_ranks: 2 given, and the cluster has 1 GPUs"):
+        ray_grpo.run(args)
 
 
 def test_a_reward_model_in_a_thread_raises(tmp_path):
