@@ -86,11 +86,11 @@ def doctor(
             settings = read_settings(config, zero, tp, prompt_length + max_new_tokens)
             device = Device(get_accelerator().device_name())
             if not ranks:
-                ranks, other_machines = ranks_here(settings)
-                results += other_machines
+                ranks, too_many = ranks_here(settings)
+                results += too_many
             memory = device_memory_here(device, ranks)
             training = Training(ranks, settings.zero_stage, lora, getattr(torch, dtype.value), device.value)
-            offline = planned(model, settings, training, batch_size, prompt_length + max_new_tokens, memory)
+            offline = plan_of_model(model, settings, training, batch_size, prompt_length + max_new_tokens, memory)
             results += about_model(model, offline, memory)
         except ValueError as error:
             results.append(Finding(model, PROBLEM, str(error)))
@@ -132,7 +132,7 @@ def plan(
     try:
         settings = read_settings(config, zero, tp, tokens)
         training = Training(ranks, settings.zero_stage, lora, getattr(torch, dtype.value), device.value)
-        offline = planned(model, settings, training, batch_size, tokens, memory)
+        offline = plan_of_model(model, settings, training, batch_size, tokens, memory)
     except ValueError as error:
         fail(str(error))
     print_plan(offline)
@@ -157,7 +157,7 @@ class Settings(NamedTuple):
 
 
 def read_settings(config: str, zero: int | None, tp: int | None, tokens: int) -> Settings:
-    """The settings of a file, with those of the flags in their place.  tokens: of the longest sequence.
+    """The settings of a file; flags that are given override it.  tokens: of the longest sequence.
 
     Raises ValueError if the file is not there or is wrong.
     """
@@ -172,16 +172,16 @@ def read_settings(config: str, zero: int | None, tp: int | None, tokens: int) ->
 
 
 def ranks_here(settings: Settings) -> tuple[int, list[Finding]]:
-    """As many ranks as there are GPUs, and at least a group that shares weights; and whether that is more."""
+    """The default of --ranks: one for each GPU, at least `inference_tp_size`; a warning if it is more than GPUs."""
     gpus, tp = torch.cuda.device_count(), settings.hybrid_engine.inference_tp_size
     ranks = max(gpus, 1 if tp == "auto" else tp)
     if not 0 < gpus < ranks:
         return ranks, []
-    detail = f"{gpus} GPUs are here, and inference_tp_size={tp} needs {ranks} ranks: that many are planned"
+    detail = f"{gpus} GPUs are here, and inference_tp_size={tp} needs {ranks} ranks: the plan is for {ranks}"
     return ranks, [Finding("ranks", WARNING, detail, "run on several machines (docs/launchers.md), or a smaller --tp")]
 
 
-def planned(
+def plan_of_model(
     model: str, settings: Settings, training: Training, rows: int, tokens: int, device_memory: int | None
 ) -> OfflinePlan:
     """The plan of an engine.  rows, tokens: as for `offline_plan`.  Raises ValueError for what the flags have wrong."""

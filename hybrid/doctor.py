@@ -164,9 +164,8 @@ def triton_kernel(device: str) -> Finding:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return Finding(
-            "Triton", PROBLEM, f"a kernel was not compiled within {KERNEL_TIMEOUT_S} s", "see TRITON_CACHE_DIR"
-        )
+        detail = f"compiled no kernel within {KERNEL_TIMEOUT_S} s"
+        return Finding("Triton", PROBLEM, detail, "set TRITON_CACHE_DIR to a local, writable directory")
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or [f"the process ended with {done.returncode}"]
         remedy = "install a C compiler and python3-dev, which Triton needs, and the Triton that torch depends on"

@@ -201,7 +201,7 @@ def write_report(directory: Path) -> Path:
         name=directory.resolve().name,
         written=f"{datetime.now():%Y-%m-%d %H:%M}",
         summary=summary_figures(read_json(directory / SUMMARY, {})),
-        settings=[] if (directory / METRICS).is_file() else setting_rows(read_json(directory / SETTINGS, {})),
+        settings=setting_rows(run_settings(directory)),
         settings_title="Settings",
         settings_open=False,
         steps=[step_section(step) for step in steps],
@@ -244,12 +244,7 @@ def write_comparison(first: Path, second: Path) -> Path:
             for name, now in summaries[1].items()
             if isinstance(now, int | float) and name in summaries[0] and not name.endswith(("_stderr", "_before"))
         ],
-        settings=different(
-            *(
-                {} if (directory / METRICS).is_file() else read_json(directory / SETTINGS, {})
-                for directory in directories
-            )
-        ),
+        settings=different(*map(run_settings, directories)),
         settings_title="Settings that differ",
         settings_open=True,
         steps=[compared_section(*pair, names) for pair in pairs],
@@ -339,6 +334,11 @@ def different(one: dict, other: dict) -> list[tuple[str, str]]:
     """The settings in which two runs differ, as (name, text)."""
     values = {name: [json.dumps(run.get(name)) for run in (one, other)] for name in {**one, **other}}
     return [(name, printable(f"{a} → {b}")) for name, (a, b) in values.items() if a != b]
+
+
+def run_settings(directory: Path) -> dict:
+    """The settings of a run of several steps; {} for a run of one step, which are shown as the step's."""
+    return {} if (directory / METRICS).is_file() else read_json(directory / SETTINGS, {})
 
 
 def step_directories(directory: Path) -> list[Path]:

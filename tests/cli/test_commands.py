@@ -179,7 +179,7 @@ def test_settings_that_do_not_fit_are_a_problem_though_others_fit(machine, tmp_p
         assert "nor does any other way" in written(tmp_path, *flags, *config)["findings"]["memory"]["detail"]
 
 
-def test_what_is_wrong_with_a_model_is_a_finding_beside_the_others(machine, tmp_path):
+def test_an_invalid_model_is_reported_as_a_finding(machine, tmp_path):
     machine.setenv("HF_HUB_OFFLINE", "1")
     checked(machine, doctor.Finding("python", doctor.OK, "3"))
     content = written(tmp_path, "no/such-model")
