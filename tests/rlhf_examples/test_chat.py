@@ -59,6 +59,13 @@ def models(tmp_path_factory) -> tuple[str, str]:
     return talkative_model(root / "one"), talkative_model(root / "two", seed=1)
 
 
+def take_terminal() -> None:
+    """In the new process, as a shell does: Ctrl-C is a signal, and it is not ignored, as it is in jobs in the
+    background and so in tests that run there."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class PseudoTerminal:
     """`chat.py` in a pseudo-terminal."""
 
@@ -72,7 +79,7 @@ class PseudoTerminal:
             stderr=far,
             env=environment,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is a signal
+            preexec_fn=take_terminal,
         )
         os.close(far)
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a read may end within a character
