@@ -10,19 +10,22 @@ ROLLOUT = OMP_NUM_THREADS=2 $(CPU) $(BIN)/python -m benchmarks.rollout --cases a
 VLLM_PIP = .venv-vllm/bin/python -m pip install -q
 # Two workers, each with ranks of its own, and a thread for each process.
 TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
-LAUNCH = OMP_NUM_THREADS=1 $(CPU) $(BIN)/python -m torch.distributed.run --nproc_per_node=$(RANKS)
+# The ninja of .venv first, as in the tests: another version compiles DeepSpeed's operators again.
+LAUNCH = PATH=$(CURDIR)/$(BIN):$$PATH OMP_NUM_THREADS=1 $(CPU) $(BIN)/python -m torch.distributed.run --nproc_per_node=$(RANKS)
 
 # The machine with a GPU: its own python, whose lacking packages lie in GPU_PACKAGES, and DeepSpeed's choice of device.
 GPU_PACKAGES = .gpu-packages
 GPU = PYTHONPATH=$(CURDIR)/$(GPU_PACKAGES):$(CURDIR):$$PYTHONPATH env -u DS_ACCELERATOR $(PYTHON)
-GPU_TESTS = tests/gpu tests/decoders/test_cuda_decoder.py tests/kernels/test_triton.py
-MINUTES = 10
+GPU_TESTS = tests/gpu tests/decoders/test_cuda_decoder.py tests/decoders/test_int8_copy.py \
+	tests/kernels/test_triton.py tests/kernels/test_triton_int8.py tests/kernels/test_triton_sampling.py
+MINUTES = 8
+OUT =
 GPU_FLAGS =
 SUITE_FLAGS =
 PYTHON_VERSION = 3.12
 
 .PHONY: help demo demo-seeds docs test test-slow test-all test-oldest check bench bench-all bench-page bench-rollout bench-vllm \
-	gpu gpu-test gpu-bench gpu-packages wheels clean
+	gpu gpu-test gpu-bench gpu-packages models wheels clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 16
@@ -61,7 +64,7 @@ OLDEST_FLAGS = -n 2 --dist worksteal -q -m "not slow" -k "not gemma2 and not eve
 	and not without_compiled_kernels" --deselect "tests/weights/test_slice_exchange.py::test_slices_are_those_of_whole_weights[modules with experts]"
 test-oldest: .venv-oldest/.installed ## a selection of tests on the oldest versions that pyproject.toml allows (5 GB, then 15 minutes)
 	OMP_NUM_THREADS=1 $(CPU) .venv-oldest/bin/python -m pytest $(OLDEST_FLAGS) tests/test_config.py tests/generation tests/weights \
-		tests/rlhf_examples/common/test_losses.py tests/decoders tests/compat $(addprefix tests/engine/test_,$(addsuffix .py, \
+		tests/rlhf_examples/common/test_losses.py tests/decoders tests/compat $(addprefix tests/training/test_,$(addsuffix .py, \
 		laws generate rollout logprobs unmerged tensor_parallel))
 
 .venv-oldest/.installed: pyproject.toml
@@ -82,6 +85,9 @@ bench-all: .venv/.installed ## the whole suite into benchmarks/results/, resumab
 bench-page: .venv/.installed ## docs/benchmarks.md, README's tables and the figures from benchmarks/results/
 	$(CPU) $(BIN)/python -m benchmarks.page
 
+models: .venv/.installed ## docs/models.md: every type of model of the installed transformers, at tiny size (15 minutes on 2 cores)
+	OMP_NUM_THREADS=1 $(CPU) $(BIN)/python -m benchmarks.models
+
 bench: .venv/.installed ## the switch and rollouts under ZeRO-3: every way to hold weights, Hugging Face's ways
 	$(LAUNCH) -m benchmarks.modes
 
@@ -91,7 +97,7 @@ bench-rollout: .venv/.installed ## tokens a second of rollouts against Hugging F
 bench-vllm: .venv/.installed .venv-vllm/.installed ## the same with vLLM, which gets an environment of its own
 	$(ROLLOUT) --vllm
 
-gpu: gpu-packages ## on a GPU, with torch and transformers, without a network: its tests, then prefill, decode, the switch (10 minutes)
+gpu: ## on a GPU, with torch and transformers, without a network: its tests, then prefill, decode, the switch (8 minutes; OUT=dir gets copies)
 	@started=$$(date +%s); $(MAKE) --no-print-directory gpu-test; tests=$$?; \
 	spent=$$(( $$(date +%s) - started )); \
 	$(MAKE) --no-print-directory gpu-bench MINUTES=$$(awk "BEGIN { print ($(MINUTES) * 60 - $$spent) / 60 }"); bench=$$?; \
@@ -102,7 +108,7 @@ gpu-test: gpu-packages ## the tests that need a GPU, as many as start within hal
 		--minutes $$(awk "BEGIN { print $(MINUTES) / 2 }") $(GPU_TESTS)
 
 gpu-bench: gpu-packages ## the figures on a GPU: runs/gpu-*.json and .md; goes on where the last call stopped
-	$(GPU) -m benchmarks.gpu --minutes $(MINUTES) $(GPU_FLAGS)
+	$(GPU) -m benchmarks.gpu --minutes $(MINUTES) $(if $(OUT),--out $(OUT)) $(GPU_FLAGS)
 
 gpu-packages:
 	@$(PYTHON) -m benchmarks.wheels install --target $(GPU_PACKAGES)

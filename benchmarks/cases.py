@@ -8,7 +8,7 @@ from torch import nn
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 PAD = 0
-MOST_TOKENS = 16384  # of a sequence
+MAX_TOKENS = 16384  # of a sequence
 
 # Llama's shapes. "micro" is for tests, with the smallest heads that vLLM takes; "10M", "120M" and Qwen2.5-0.5B's sizes
 # are for CPUs; the larger ones have the sizes of Qwen2.5-1.5B, Mistral-7B, Qwen2.5-32B and
@@ -157,19 +157,18 @@ class EndAtLength(transformers.LogitsProcessor):
         return scores
 
 
+def hugging_face_sizes(shape: str) -> dict[str, int]:
+    """The sizes of a key of SHAPES by their names in a Hugging Face configuration."""
+    names = {"vocab": "vocab_size", "hidden": "hidden_size", "mlp": "intermediate_size", "layers": "num_hidden_layers"}
+    names |= {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
+    sizes = {names[name]: size for name, size in SHAPES[shape].items()}
+    return {**sizes, "max_position_embeddings": MAX_TOKENS}
+
+
 def read_config(shape: str) -> transformers.PretrainedConfig:
     """The configuration of a key of SHAPES, or of a Hugging Face name or path; without end tokens."""
     if shape in SHAPES:
-        sizes = SHAPES[shape]
-        config = transformers.LlamaConfig(
-            vocab_size=sizes["vocab"],
-            hidden_size=sizes["hidden"],
-            intermediate_size=sizes["mlp"],
-            num_hidden_layers=sizes["layers"],
-            num_attention_heads=sizes["heads"],
-            num_key_value_heads=sizes["kv_heads"],
-            max_position_embeddings=MOST_TOKENS,
-        )
+        config = transformers.LlamaConfig(**hugging_face_sizes(shape))
     else:
         config = transformers.AutoConfig.from_pretrained(shape)
     config.eos_token_id, config.pad_token_id = None, PAD

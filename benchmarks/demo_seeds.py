@@ -6,36 +6,27 @@ Runs configs/demo.yaml with seeds 0, 1, 2 on two ranks, in runs/demo_seed0 and s
 summaries' figures.
 """
 
-import argparse
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from benchmarks import results, tables
+from benchmarks.processes import run_example
 
 RANKS = 2
 
 
 def run(seed: int, directory: Path) -> dict[str, float]:
     """Run the demo with one seed and return its summary; its output goes to `directory`.log."""
-    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={RANKS}"]
-    flags = ["--seed", str(seed), "--output_dir", str(directory), "--overwrite", "true"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with directory.with_suffix(".log").open("w") as output:
-        command = [*launch, "-m", "rlhf_examples.pipeline", "configs/demo.yaml", *flags]
-        subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=True)
+    flags = ["configs/demo.yaml", "--seed", str(seed), "--output_dir", str(directory), "--overwrite", "true"]
+    run_example("rlhf_examples.pipeline", flags, RANKS, directory.with_suffix(".log"))
     return json.loads((directory / "summary.json").read_text())
 
 
 def main() -> None:
     """Run the demo with every seed and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--output_dir", default="runs", help="directory for the runs' directories")
-    results.add_output(parser)
     args = parser.parse_args()
     result = results.begin("demo_seeds", args, ranks=RANKS, threads=1)
     result["summaries"] = {str(seed): run(seed, Path(args.output_dir) / f"demo_seed{seed}") for seed in args.seeds}

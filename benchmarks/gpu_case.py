@@ -3,8 +3,8 @@
     python -m benchmarks.gpu_case '{"kind": "device", "device": "cuda"}' events.jsonl
 
 The file has an event per line as JSON: {"begin": a contender's name} before that contender runs, {"result": figures}
-for each contender once all are measured, {"error": text} if an exception ends the process. `benchmarks.gpu` reads it
-also after a crash or a time limit, and so knows which contender ran.
+for each contender once its last round is done, {"error": text} if an exception ends the process. `benchmarks.gpu` reads
+it also after a crash or a time limit, and so knows which contender ran.
 """
 
 import json
@@ -27,10 +27,19 @@ from transformers import CompileConfig, StaticCache
 
 import hybrid
 from benchmarks.cases import Case, Request, make_model, make_request
-from benchmarks.contenders import Contender, Outcome, Setting, generate_arguments, hybrid_rollouts, outcome_of
+from benchmarks.contenders import (
+    Contender,
+    Outcome,
+    Setting,
+    generate_arguments,
+    hybrid_rollouts,
+    outcome_of,
+    zero3_engine,
+)
 from benchmarks.limits import matmul_rate, prefill_flops, read_rate, step_cost, timed
 from benchmarks.machine import hardware
-from benchmarks.rollout import VLLM_DIRECTORY, quiet, single_rank_environment
+from benchmarks.ranks import quiet, single_rank_environment
+from benchmarks.rollout import VLLM_DIRECTORY
 from benchmarks.vllm_contender import VLLM, VLLMSettings
 
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**24}  # beyond the caches of a GPU
@@ -88,7 +97,7 @@ def device_rates(work: dict[str, Any], events: Events) -> None:
 
 
 def free_memory() -> int:
-    """Bytes that are free on the device; on a CPU those that the machine has."""
+    """Bytes that are free on the device; on a CPU all of the machine's."""
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0]
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -105,20 +114,17 @@ def rollouts(work: dict[str, Any], events: Events) -> None:
     for name in work["contenders"]:
         events.write(begin=name)
         contenders.append(CONTENDERS[name](name, case, work))
-    seconds = measure(contenders, case, work["rounds"], events)
-    model = make_model(case.shape, case.dtype, "meta")
-    costs = {"prefill_flops": prefill_flops(model, case), "step_bytes": step_cost(model, case)[0]}
-    for contender in contenders:
-        note = contender.note() or contender.about
-        events.write(result={"contender": contender.name, **seconds[contender.name], **costs, "note": note})
+    measure(contenders, case, work["rounds"], events)
     for contender in contenders:
         contender.close()
 
 
-def measure(contenders: list[Contender], case: Case, rounds: int, events: Events) -> dict[str, dict[str, list[float]]]:
-    """For each contender `prefill_s`, the seconds of a rollout of one token, and `step_s`: those of the further tokens,
-    a token. Each runs both once before, which compiles kernels and captures graphs."""
-    once = replace(case, new_tokens=1)
+def measure(contenders: list[Contender], case: Case, rounds: int, events: Events) -> None:
+    """Write the figures of each contender once it has run its last round: `prefill_s`, the seconds of a rollout of one
+    token, and `step_s`: those of the further tokens, a token. Each runs both once before, which compiles kernels and
+    captures graphs."""
+    once, model = replace(case, new_tokens=1), make_model(case.shape, case.dtype, "meta")
+    costs = {"prefill_flops": prefill_flops(model, case), "step_bytes": step_cost(model, case)[0]}
     for contender in contenders:
         events.write(begin=contender.name)
         run_s(contender, case, WARM_UP_SEED)  # the longer one first: caches are then reserved for both
@@ -131,7 +137,9 @@ def measure(contenders: list[Contender], case: Case, rounds: int, events: Events
             whole_s = run_s(contender, case, 2 * round_number + 1)
             seconds[contender.name]["prefill_s"].append(prefill_s)
             seconds[contender.name]["step_s"].append((whole_s - prefill_s) / (case.new_tokens - 1))
-    return seconds
+            if round_number == rounds - 1:
+                note = contender.note() or contender.about
+                events.write(result={"contender": contender.name, **seconds[contender.name], **costs, "note": note})
 
 
 def run_s(contender: Contender, case: Case, seed: int) -> float:
@@ -169,19 +177,7 @@ def make_engine(shape: str, dtype: str, tokens: int, blocks: dict[str, dict[str,
     model = make_model(shape, dtype, get_accelerator().current_device_name())
     model.requires_grad_(False)
     model.model.norm.requires_grad_(True)
-    return hybrid.initialize(
-        model=model,
-        optimizer=torch.optim.SGD(model.model.norm.parameters(), lr=1e-4),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-            "bf16": {"enabled": dtype == "bf16"},
-            "hybrid_engine": {"enabled": True, "max_out_tokens": tokens, **blocks.get("hybrid_engine", {})},
-            # The rollout of one token and that of all have equal prompts, which must be computed each time.
-            "rollout": {"enable_prefix_caching": False, **blocks.get("rollout", {})},
-        },
-    )[0]
+    return zero3_engine(model, tokens, **blocks)
 
 
 def engine_contender(name: str, case: Case, graphs: bool, **blocks: Any) -> Contender:
@@ -191,7 +187,7 @@ def engine_contender(name: str, case: Case, graphs: bool, **blocks: Any) -> Cont
     engine = make_engine(case.shape, case.dtype, case.prompt_len + case.new_tokens, block)
     setting = Setting(engine.module, engine, case.rows, case.prompt_len + case.new_tokens, vllm_settings())
     run = hybrid_rollouts(name, setting, new_weights=False).run
-    return Contender(name, run, note=lambda: engine.stats()["fallback_reason"])
+    return Contender(name, run, note=lambda: engine.stats()["fallback_reason"] or engine.stats()["eager_reason"])
 
 
 def hugging_face_static(name: str, case: Case) -> Contender:

@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     ids = torch.randint(3, model.config.vocab_size, (args.rows, args.prompt_len), device=model.device)
     result = {**about, "seconds": measure(generators, ids, args)}
     print(f"{args.shape} {args.dtype}, {args.rows} rows, prompt {args.prompt_len}, {args.new_tokens} new; {hardware()}")
-    print("\n".join(tables.inference([result])))
+    print("\n".join(tables.inference(result)))
     results.write(args.output, result)
 
 
@@ -101,15 +101,10 @@ def seconds_of(generate: Callable, ids: torch.Tensor, new_tokens: int) -> float:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, rows=1, prompt_len=128, new_tokens=64, rounds=5)
     parser.add_argument("--shape", choices=SHAPES, default="120M")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--rows", type=int, default=1)
-    parser.add_argument("--prompt_len", type=int, default=128)
-    parser.add_argument("--new_tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
-    results.add_output(parser)
     return parser.parse_args(arguments)
 
 

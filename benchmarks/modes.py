@@ -7,29 +7,26 @@ Contenders alternate in one process group, with the same weights and prompts, ea
 """
 
 import argparse
-import logging
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import deepspeed
 import peft
 import torch
 import torch.distributed as dist
-import transformers
 from deepspeed.accelerator import get_accelerator
 
 import hybrid
 from benchmarks import results, tables
 from benchmarks.cases import DTYPES, SHAPES, make_model
-from benchmarks.contenders import eval_mode, gathered
+from benchmarks.contenders import eval_mode, gathered, zero3_engine
 from benchmarks.machine import hardware
+from benchmarks.ranks import start_ranks
 
-# DeepSpeed keeps up to 1e9 parameters gathered, and those that are read again within 1e9 (0.19.8). A smaller model
+# DeepSpeed keeps up to 1e9 parameters gathered, and parameters that are read again within 1e9 (0.19.8). A smaller model
 # stays whole after its first forward; this share is that of a 7B model.
 DEFAULT_LIVE_SHARE = 1 / 7
 
@@ -53,14 +50,6 @@ class Contender:
     def figures(self) -> dict[str, Any]:
         """What was measured."""
         return {"switch_s": self.switch_s, "rollout_s": self.rollout_s, "gathered_mib": self.gathered_mib}
-
-
-def start_ranks() -> None:
-    """Join the process group, with the libraries' output limited to warnings and errors."""
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    transformers.logging.set_verbosity_error()
-    deepspeed.utils.logger.setLevel(logging.WARNING)
-    deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
 
 
 def main() -> None:
@@ -91,8 +80,7 @@ def main() -> None:
         size = sum(parameter.ds_numel for parameter in engine.module.parameters())
         ways = {name: contender.figures for name, contender in contenders.items()}
         result = {**about, "parameters": size, "results": ways}
-        print(f"{tables.modes_title(result)}; {dist.get_world_size()} ranks on {hardware()}")
-        print("\n".join(tables.modes(result)))
+        print(f"{dist.get_world_size()} ranks on {hardware()}", *tables.modes(result), sep="\n")
         results.write(args.output, result)
     dist.barrier()
     dist.destroy_process_group()
@@ -126,8 +114,8 @@ def of_engine(args: argparse.Namespace, block: dict, lora: str = "", containers:
 def of_hugging_face(args: argparse.Namespace, switch: Callable, live_share: float = 1.0) -> Contender:
     """Hugging Face's generate, inside `switch`."""
     engine = make_engine(args, {}, live_share=live_share)
-    own = partial(type(engine.module).generate, engine.module)  # the instance's own calls the engine
-    return Contender(engine, lambda: switch(engine), own, ours=False)
+    generate = partial(type(engine.module).generate, engine.module)  # the instance's method calls the engine
+    return Contender(engine, lambda: switch(engine), generate, ours=False)
 
 
 def plain(engine: hybrid.HybridEngine) -> AbstractContextManager:
@@ -148,27 +136,9 @@ def make_engine(
     if lora:
         targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
         model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules=targets, task_type="CAUSAL_LM"))
-    return hybrid.initialize(
-        model=model,
-        optimizer=torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.0),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_allow_untested_optimizer": True,
-            "zero_optimization": {
-                "stage": 3,
-                "stage3_param_persistence_threshold": 0,
-                "stage3_max_live_parameters": live,
-                "stage3_max_reuse_distance": live,
-            },
-            "bf16": {"enabled": args.dtype == "bf16"},
-            "hybrid_engine": {"enabled": True, "max_out_tokens": 4096, **block},
-            "rollout": {
-                "containers": containers,
-                "enable_prefix_caching": False,  # repetitions have equal prompts
-                **({"lora": lora} if lora else {}),
-            },
-        },
-    )[0]
+    zero = {"stage3_max_live_parameters": live, "stage3_max_reuse_distance": live}
+    rollout = {"containers": containers, **({"lora": lora} if lora else {})}
+    return zero3_engine(model, 4096, lr=0.0, zero_optimization=zero, hybrid_engine=block, rollout=rollout)
 
 
 def measure(contender: Contender, ids: torch.Tensor, request: dict, counted: bool) -> torch.Tensor:
@@ -201,15 +171,10 @@ def update(engine: hybrid.HybridEngine) -> None:
 
 def parse() -> argparse.Namespace:
     """The flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, sequences=64, prompt_length=32, new_tokens=64, rounds=3)
     parser.add_argument("--shape", choices=list(SHAPES), default="10M")
     parser.add_argument("--dtype", choices=list(DTYPES), default="f32")
-    parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--prompt_length", type=int, default=32)
-    parser.add_argument("--new_tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--contenders", nargs="*", help="names in the table; default: all")
-    results.add_output(parser)
     return parser.parse_args()
 
 

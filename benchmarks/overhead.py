@@ -2,9 +2,11 @@
 
     torchrun --nproc_per_node=2 -m benchmarks.overhead
     torchrun --nproc_per_node=2 -m benchmarks.overhead --layers 8 80 --shapes 7M 134M
+    python -m benchmarks.overhead --trip --verbose
 
 Times that are shown are the minimum of a few repetitions. Bytes are those of live tensors that a rollout and its
-scoring have created, counted at every operation; memory that kernels and libraries allocate is not counted.
+scoring have created, counted at every operation; memory that kernels and libraries allocate is not counted. `--trip`
+counts instead the files, functions and record types of `hybrid` that a plain rollout passes through.
 """
 
 import argparse
@@ -22,11 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hybrid
-from benchmarks import results, tables
-from benchmarks.modes import start_ranks
-from hybrid.decoders.batch import BLOCK_SIZE, PagedKV
-from hybrid.generation.block_pool import BlockPool, blocks_for
-from hybrid.generation.model_runner import ModelRunner
+from benchmarks import call_path, results, tables
+from benchmarks.ranks import print_on_rank_0, start_ranks
 
 # hidden, intermediate, layers, heads, key heads, vocabulary
 SHAPES = {
@@ -40,6 +39,12 @@ WAYS = {
     "LoRA, unmerged": {"lora": "unmerged"},
     "native, LoRA": {"lora": "merged", "containers": "native"},
 }
+# Blocks of an engine's configuration: ZeRO-3 as DeepSpeed sets it, and with every parameter partitioned.
+PLAIN = {"zero_optimization": {"stage": 3}, "hybrid_engine": {"enabled": True, "max_out_tokens": 4096}}
+PARTITIONED = {
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "hybrid_engine": {"enabled": True, "tp_gather_partition_size": 2},
+}
 
 
 class LiveBytes(TorchDispatchMode):
@@ -47,8 +52,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, model: torch.nn.Module):
         super().__init__()
-        own = (tensor for param in model.parameters() for tensor in (param, getattr(param, "ds_tensor", param)))
-        self.before = {StorageWeakRef(tensor.untyped_storage()) for tensor in own}
+        weights = (tensor for param in model.parameters() for tensor in (param, getattr(param, "ds_tensor", param)))
+        self.before = {StorageWeakRef(tensor.untyped_storage()) for tensor in weights}
         self.created: dict[StorageWeakRef, int] = {}
         self.peak = 0
 
@@ -70,17 +75,18 @@ def llama(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=4096))
 
 
-def engine_of(model: torch.nn.Module, lora: str = "", containers: str = "fused") -> hybrid.HybridEngine:
-    """An engine under ZeRO-3 that partitions every parameter.  lora: "", "merged" or "unmerged"."""
+def engine_of(
+    model: torch.nn.Module, rollout: dict[str, Any], blocks: dict[str, Any], lora: bool = False
+) -> hybrid.HybridEngine:
+    """An engine over `model` or adapters on it.  rollout: settings of that block.  blocks: the other ones' settings."""
     if lora:
         adapters = peft.LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
         model = peft.get_peft_model(model, adapters)
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        "hybrid_engine": {"enabled": True, "tp_gather_partition_size": 2},
-        "rollout": {"containers": containers, "lora": lora or "merged"},
+        "rollout": rollout,
+        **blocks,
     }
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with contextlib.redirect_stdout(io.StringIO()):
@@ -92,16 +98,16 @@ def timed_ms(call: Callable, repetitions: int) -> tuple[list[float], list[float]
     call()
     clocks, processor = [], []
     for _ in range(repetitions):
-        clock, own = time.perf_counter(), time.process_time()
+        clock, process_clock = time.perf_counter(), time.process_time()
         call()
         clocks.append((time.perf_counter() - clock) * 1e3)
-        processor.append((time.process_time() - own) * 1e3)
+        processor.append((time.process_time() - process_clock) * 1e3)
     return clocks, processor
 
 
 def measure_windows(layers: int, repetitions: int) -> dict[str, Any]:
     """Time an empty `inference()`, and one that refreshes all weights: milliseconds of every call."""
-    engine = engine_of(llama(16, 32, layers, 2, 2, 64), lora="merged")
+    engine = engine_of(llama(16, 32, layers, 2, 2, 64), {"lora": "merged"}, PARTITIONED, lora=True)
     modules, parameters = (len(list(items)) for items in (engine.module.modules(), engine.module.parameters()))
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in engine.module.modules())
 
@@ -126,40 +132,10 @@ def measure_windows(layers: int, repetitions: int) -> dict[str, Any]:
     return window
 
 
-class NoDecoder:
-    """A decoder that computes nothing, so that only the work around it is measured."""
-
-    device = torch.device("cpu")
-
-    def kv(self, num_blocks: int) -> PagedKV:
-        return PagedKV([torch.zeros(num_blocks, 1)], [torch.zeros(num_blocks, 1)])
-
-    def decode(self, batch: object, kv: PagedKV) -> torch.Tensor:
-        return batch.ids
-
-
-def measure_tables(num_rows: int, tokens: int, steps: int = 64) -> dict[str, Any]:
-    """Processor time of block tables of `num_rows` rows near `tokens` tokens, whose blocks end at different steps."""
-    lengths = [tokens - steps - 1 - row % BLOCK_SIZE for row in range(num_rows)]
-    decoder, block_pool = NoDecoder(), BlockPool(BLOCK_SIZE)
-    block_pool.begin_call(decoder.kv)
-    block_pool.reserve_call(num_rows * blocks_for(tokens))
-    runner = ModelRunner(decoder, block_pool, tokens)
-    runner.add([block_pool.allocate(blocks_for(length)) for length in lengths], lengths)
-    ids = torch.zeros(num_rows, dtype=torch.int64)
-    start = time.process_time()
-    for _ in range(steps):
-        runner.allocate_slots(1)
-        runner.step(ids)
-    spent_ms = (time.process_time() - start) / steps * 1e3
-    print_on_rank_0(f"block tables of {num_rows} rows of {tokens} tokens: {spent_ms:.2f} ms of processor time per step")
-    return {"rows": num_rows, "tokens": tokens, "processor_ms": spent_ms}
-
-
 def measure_plan(shape: str, way: str, rows: int, prompt: int, new: int) -> dict[str, Any]:
     """The plan and the measured peak of a rollout and its scoring, with an adapter also under the base model, in
     bytes."""
-    engine = engine_of(llama(*SHAPES[shape]), **WAYS[way])
+    engine = engine_of(llama(*SHAPES[shape]), WAYS[way], PARTITIONED, lora="lora" in WAYS[way])
     vocabulary = SHAPES[shape][-1]
     ids = torch.randint(vocabulary, (rows, prompt)).to(engine.device)
     plan = engine.memory_plan(rows, prompt, new)
@@ -179,15 +155,27 @@ def measure_plan(shape: str, way: str, rows: int, prompt: int, new: int) -> dict
     return {"shape": shape, "way": way, "planned": planned, "peak": live.peak, "stats": reported}
 
 
-def print_on_rank_0(line: str) -> None:
-    """Print a line on rank 0."""
-    if dist.get_rank() == 0:
-        print(line, flush=True)
+def print_trip(verbose: bool) -> None:
+    """Print what a plain rollout of one rank passes through in `hybrid`."""
+    start_ranks()
+    sizes = list(SHAPES["tiny"])
+
+    def make_engine(stage: int, layers: int) -> hybrid.HybridEngine:
+        torch.manual_seed(0)
+        model = llama(*sizes[:2], layers, *sizes[3:])
+        return engine_of(model, {}, {**PARTITIONED, "zero_optimization": {"stage": stage}})
+
+    for line in call_path.report(make_engine, verbose):
+        print_on_rank_0(line)
+    dist.destroy_process_group()
 
 
 def main() -> None:
     """Run the measurements of the flags."""
     args = parse()
+    if args.trip:
+        print_trip(args.verbose)
+        return
     start_ranks()
     about = results.begin("overhead", args)
     torch.manual_seed(0)
@@ -195,7 +183,6 @@ def main() -> None:
     result = {
         **about,
         "windows": [measure_windows(layers, args.turns) for layers in args.layers],
-        "block_tables": measure_tables(args.rows, args.tokens),
         "plans": [measure_plan(shape, way, *sizes) for shape in args.shapes for way in args.ways],
     }
     print_on_rank_0("\n".join(["", *tables.windows(result), "", *tables.plans(result)]))
@@ -205,21 +192,18 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, turns=5, sequences=16, prompt_length=128, new_tokens=64)
     parser.add_argument(
         "--layers", type=int, nargs="*", default=[8, 80], help="numbers of layers for which inference() is timed"
     )
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--rows", type=int, default=256, help="rows of the block tables")
-    parser.add_argument("--tokens", type=int, default=32768, help="tokens per row of the block tables")
     parser.add_argument(
         "--shapes", nargs="*", choices=SHAPES, default=["7M", "134M"], help="models whose plan is checked"
     )
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS)[:3])
-    parser.add_argument("--sequences", type=int, default=16)
-    parser.add_argument("--prompt_length", type=int, default=128)
-    parser.add_argument("--new_tokens", type=int, default=64)
-    results.add_output(parser)
+    parser.add_argument(
+        "--trip", action="store_true", help="count the code that a plain rollout runs, and nothing else"
+    )
+    parser.add_argument("--verbose", action="store_true", help="print the names that --trip counts")
     return parser.parse_args()
 
 

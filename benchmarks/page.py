@@ -11,17 +11,17 @@ name and the figure's.
 
 import argparse
 import difflib
+import json
 import re
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
-from benchmarks import gpu, iteration_plot, plot, roofline, tables
+from benchmarks import plot, roofline, tables
 from benchmarks.machine import LEVELS
-from benchmarks.results import RESULTS, ROOT, Figures, Results, Spread
+from benchmarks.results import RESULTS, ROOT, Figures, Results, Spread, parser, quotient
 
 TEMPLATE = Path(__file__).with_name("page.md")
 PLACE = re.compile(r"\{\{ (.+?) \}\}")
@@ -30,19 +30,23 @@ NOT_MEASURED = "not measured"
 LEVEL_NAMES = {"amx": "AMX", "avx512": "AVX-512", "avx2": "AVX2"}
 # README's rows: the cases of `benchmarks.rollout` and of `benchmarks.gpu`.
 CASES = {
-    "120M bf16 b64": "120M bf16, 64 rows",
-    "120M bf16 b16": "120M bf16, 16 rows",
-    "120M bf16 b1": "120M bf16, 1 row",
-    "120M bf16 b64 natural 256": "120M bf16, 64 rows of unequal lengths",
-    "120M f32 b64": "120M f32, 64 rows",
+    "120M bf16 b64": "rollouts, 120M bf16, 64 rows",
+    "120M bf16 b16": "rollouts, 120M bf16, 16 rows",
+    "120M bf16 b1": "rollouts, 120M bf16, 1 row",
+    "120M bf16 b64 natural 256": "rollouts, 120M bf16, 64 rows of unequal lengths",
+    "120M f32 b64": "rollouts, 120M f32, 64 rows",
 }
+BASES = {
+    "hf": "Hugging Face's `generate`",
+    "hf-static": "Hugging Face's `generate`, static cache",
+    "vllm": "vLLM for CPUs",
+}
+TRAINING = (("0.5B", 4), ("120M", 8), ("10M", 1))  # shape and completions of a prompt; 1 has no prompt to share
+MODELS = ROOT / "benchmarks" / "models.json"
 GPU_CASES = {
-    "1.5B bf16 b64 prompt 512": "1.5B bf16, 64 rows, prompts of 512 tokens",
-    "7B bf16 b64 prompt 512": "7B bf16, 64 rows, prompts of 512 tokens",
+    "1.5B bf16 b64 prompt 512": "rollouts, 1.5B bf16, 64 rows, prompts of 512 tokens",
+    "7B bf16 b64 prompt 512": "rollouts, 7B bf16, 64 rows, prompts of 512 tokens",
 }
-STEPS = ("trl_step", "trl_step-120M")
-# Ways to hold weights of `benchmarks.modes`.
-WHOLE, KEEPS_ALL, KEEPS_A_SEVENTH = "pinned", "ZeRO-3 that keeps all + Hugging Face", "plain ZeRO-3 Hugging Face"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -51,31 +55,36 @@ def main(arguments: list[str] | None = None) -> None:
     results = Results.read(args.results)
     texts = pages(results, args.root)
     if args.check:
-        differences = [*changed(texts), *changed_figure(results, args.root)]
+        drawn = figures(results, args.root).items()
+        differences = changed(texts) + [f"{path}: drawn from other results" for path, f in drawn if not f.is_at(path)]
         print("\n".join(differences))
         raise SystemExit(1 if differences else 0)
     for path, text in texts.items():
         path.write_text(text)
-    reports = measured_now(results, "rollout")
-    if reports:
-        plot.picture(reports, args.root / "docs" / "rollout.png")
+    for path, figure in figures(results, args.root).items():
+        figure.draw(path)
     print(f"written: {', '.join(str(path) for path in texts)}")
 
 
+def figures(results: Results, root: Path) -> dict[Path, plot.Figure]:
+    """The figures by their paths, of results that are not of earlier code."""
+    reports = present(results.of("rollout"))
+    steps = results.of("trl_step")
+    drawn = {root / "docs" / "rollout.png": plot.rollouts(reports)} if reports else {}
+    return drawn | ({root / "docs" / "iteration.svg": plot.iteration(steps[0])} if steps else {})
+
+
 def pages(results: Results, root: Path) -> dict[Path, str]:
-    """The text of every page and drawing by its path. Raises ValueError if README.md lacks a block."""
+    """The text of every page by its path. Raises ValueError if README.md lacks a block."""
     readme = root / "README.md"
     text = readme.read_text()
     blocks = [name for _, name, _ in BLOCK.findall(text)]
     if sorted(blocks) != sorted(README_BLOCKS):
         raise ValueError(f"{readme}: blocks {blocks}; needed once each: {', '.join(README_BLOCKS)}")
-    written = {
+    return {
         root / "docs" / "benchmarks.md": filled(TEMPLATE.read_text(), results),
         readme: BLOCK.sub(lambda block: block[1] + "\n".join(README_BLOCKS[block[2]](results)) + "\n" + block[3], text),
     }
-    if steps := results.of("trl_step"):
-        written[root / "docs" / "iteration.svg"] = iteration_plot.picture(steps[0])
-    return written
 
 
 def filled(template: str, results: Results) -> str:
@@ -99,161 +108,109 @@ def changed(texts: dict[Path, str]) -> list[str]:
     return lines
 
 
-def changed_figure(results: Results, root: Path) -> list[str]:
-    """What is wrong with the figure of rollouts: it names the data that it was drawn from."""
-    reports, path = measured_now(results, "rollout"), root / "docs" / "rollout.png"
-    drawn = Image.open(path).info.get(plot.DATA) if path.is_file() else None
-    return [f"{path}: drawn from other results"] if reports and drawn != plot.data(reports) else []
-
-
-def measured_now(results: Results, run: str) -> list[Figures]:
-    """The results of a run that are not of earlier code."""
-    return [result for result in results.of(run) if "note" not in result]
-
-
 # Places of the page
 
 
-def of_machines(lines: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    """A place with a table for each machine on which a run was measured, and its caption."""
+def shown(lines: Callable[..., list[str]], together: bool = False) -> Callable[..., list[str]]:
+    """A place with a table, and its caption, for each machine on which a run was measured.
+
+    together: a machine's results of all runs whose names start alike are in one table.
+    """
 
     def place(results: Results, run: str) -> list[str]:
-        return separated([*lines(result), "", *captions(result)] for result in results.of(run))
+        parts = results.starting(run).values() if together else ([result] for result in results.of(run))
+        texts = []
+        for part in parts:
+            captions = (line for text in tables.captions(*part) for line in ("", f"*{text}*"))
+            texts.append("\n".join([*lines(*part), *captions]))
+        return ["\n\n".join(texts) or f"*{NOT_MEASURED.capitalize()}.*"]
 
     return place
 
 
-def of_runs(lines: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    """A place with a table for each machine over all runs whose names start alike, and its caption."""
+@dataclass(frozen=True)
+class Comparison:
+    """A row of "In short": the range of ratios, the base's figure over ours, in the newest results of some runs.
 
-    def place(results: Results, prefix: str) -> list[str]:
-        parts = results.starting(prefix).values()
-        return separated([*lines(part), "", *captions(*part)] for part in parts)
+    ours, base: texts of the row's two cells.  runs: a pattern of their names.
+    path: of the figure, with "*" for the contender; `name` is ours, `base_name` the base. A result without one of the
+        two is left out.  each: the key of a list of such figures.
+    """
 
-    return place
+    ours: str
+    base: str
+    runs: str
+    path: str
+    name: str
+    base_name: str
+    each: str = ""
+
+    def ratios(self, result: Figures) -> list[float]:
+        """The ratio, for each of the list."""
+        parts = result[self.each] if self.each else [result]
+        pairs = [[figure_at(part, self.path, name) for name in (self.base_name, self.name)] for part in parts]
+        return [quotient(*pair) for pair in pairs if None not in pair]
+
+    def row(self, results: Results) -> list[str]:
+        """The cells."""
+        newest = results.newest(self.runs)
+        ratios = [ratio for result in newest for ratio in self.ratios(result)]
+        if not ratios:
+            return [self.ours, self.base, NOT_MEASURED, "–"]
+        low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
+        machines = "; ".join(dict.fromkeys(map(label, newest)))
+        return [self.ours, self.base, low if low == high else f"{low} to {high}", machines]
 
 
-def captions(*results: Figures) -> list[str]:
-    """The captions of a table, each a paragraph."""
-    lines = [line for text in tables.captions(*results) for line in (f"*{text}*", "")]
-    return lines[:-1]
+def figure_at(figures: Figures, path: str, name: str) -> Any:
+    """The figure at a path such as "results/*/seconds" of the contender `name`; None if there is no such contender."""
+    for key in path.split("/"):
+        if key == "*" and name not in figures:
+            return None
+        figures = figures[name if key == "*" else key]
+    return figures
 
 
-def separated(parts: Iterable[list[str]]) -> list[str]:
-    """Tables one after the other; or that there are none."""
-    lines = [line for part in parts for line in [*part, ""]]
-    return lines[:-1] if lines else [f"*{NOT_MEASURED.capitalize()}.*"]
+GENERATE, SAME = "Hugging Face's `generate`", "the same"
+ALL, SEVENTH = "ZeRO-3 that keeps all + Hugging Face", "plain ZeRO-3 Hugging Face"
+CASE, WAY, DECODE = "results/*/seconds", "results/*/rollout_s", "seconds/*/decode"
+TRAINED = "contenders/*/seconds"
+TRL = "hybrid.install()", "TRL's default: gather all, Hugging Face"
+PACKED_TRL = 'hybrid.install(training_forward="packed")', TRL[1]
+STEPS = {
+    TRL[0]: "plain",
+    PACKED_TRL[0]: "packed",
+    'hybrid.install(training_forward="exact")': "exact",
+}
+STEP = Comparison("a GRPO step of TRL's trainer", "TRL's default", "trl_step*", "contenders/*/step_s", *TRL)
+PACKED_STEP = Comparison("the same, packed", "TRL's default", "trl_step*", "contenders/*/step_s", *PACKED_TRL)
+COMPARISONS = (
+    Comparison("tokens a second of rollouts", f"{GENERATE}, whole model", "rollout", CASE, "hybrid", "hf", "cases"),
+    Comparison("the same, with a gather", SAME, "rollout", CASE, "hybrid-new-weights", "hf", "cases"),
+    Comparison("tokens a second of rollouts", "vLLM for CPUs", "rollout", CASE, "hybrid", "vllm", "cases"),
+    Comparison(f"{SAME}, long prompts, a vocabulary of 152k", SAME, "rollout-long", CASE, "hybrid", "vllm", "cases"),
+    STEP,
+    PACKED_STEP,
+    Comparison("generation in that step", "TRL's default", "trl_step*", "contenders/*/generate_s", *TRL),
+    Comparison("forward and backward of training, packed", "padded", "training*", TRAINED, "packed", "padded", "cases"),
+    Comparison(f"{SAME}, exact", "packed", "training*", TRAINED, "exact", "packed", "cases"),
+    Comparison("rollouts under ZeRO-3, whole weights", "ZeRO-3 that keeps all", "modes-*", WAY, "pinned", ALL),
+    Comparison(SAME, "ZeRO-3 that keeps a seventh", "modes-*", WAY, "pinned", SEVENTH),
+    Comparison(f"{SAME}, a layer at a time", SAME, "modes-*", WAY, "streaming", SEVENTH),
+    Comparison("decoding with `init_inference`", GENERATE, "inference-*", DECODE, "fused", "hf"),
+    Comparison(SAME, "Hugging Face's, compiled", "inference-*", DECODE, "fused", "hf-compiled"),
+    Comparison(f"{SAME}, int8 weights", "the same in bfloat16", "inference-*", DECODE, "int8", "fused"),
+    Comparison("memory of the plan", "the peak of live tensors", "overhead", "*", "peak", "planned", "plans"),
+    Comparison(f"{SAME}, 0.5B", "the peak of the process's memory", "real_size-*", "*", "measured", "planned", "ranks"),
+)
 
 
 def in_short(results: Results) -> list[str]:
-    """What to conclude: a row for each comparison, of the newest result."""
-    rows = [
-        ["tokens a second of rollouts", "Hugging Face's `generate`, whole model", *rollout_ratio(results, "hf")],
-        ["the same, with a gather", "the same", *rollout_ratio(results, "hf", ours="hybrid-new-weights")],
-        ["tokens a second of rollouts", "vLLM for CPUs", *rollout_ratio(results, "vllm")],
-        ["the same, long prompts, a vocabulary of 152k", "the same", *rollout_ratio(results, "vllm", "rollout-long")],
-        ["a GRPO step of TRL's trainer", "TRL's default", *step_ratio(results, "step_s")],
-        ["generation in that step", "TRL's default", *step_ratio(results, "generate_s")],
-        ["rollouts under ZeRO-3, whole weights", "ZeRO-3 that keeps all", *zero3_ratio(results, WHOLE, KEEPS_ALL)],
-        ["the same", "ZeRO-3 that keeps a seventh", *zero3_ratio(results, WHOLE, KEEPS_A_SEVENTH)],
-        ["the same, a layer at a time", "the same", *zero3_ratio(results, "streaming", KEEPS_A_SEVENTH)],
-        ["decoding with `init_inference`", "Hugging Face's `generate`", *decode_ratio(results, "hf")],
-        ["the same", "Hugging Face's, compiled", *decode_ratio(results, "hf-compiled")],
-        ["the same, int8 weights", "the same in bfloat16", *decode_ratio(results, "fused", "int8")],
-        ["memory of the plan", "the peak of live tensors", *plan_ratio(results)],
-        ["the same, 0.5B", "the peak of the process's memory", *process_plan_ratio(results)],
-        ["rollouts on GPUs", "–", *on_gpus(results)],
-    ]
-    return tables.markdown(["this engine", "over", "ratio", "on"], rows)
-
-
-def span(values: list[float], label: str) -> list[str]:
-    """The cells of a row of `in_short`: the range of ratios, and the machine."""
-    if not values:
-        return [NOT_MEASURED, "–"]
-    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
-    return [low if low == high else f"{low} to {high}", label]
-
-
-def newest(results: Results, run: str) -> tuple[Any, str]:
-    """The newest result of a run and the name of its machine; (None, "") if there is none."""
-    result = next(iter(results.of(run)), None)
-    return result, label(result) if result else ""
-
-
-def joined(machines: list[str]) -> str:
-    """The machines of several runs, each once."""
-    return "; ".join(dict.fromkeys(machines))
-
-
-def rollout_ratio(results: Results, base: str, run: str = "rollout", ours: str = "hybrid") -> list[str]:
-    """Tokens a second over those of another contender, in all cases."""
-    result, where = newest(results, run)
-    cases = result["cases"] if result else []
-    seconds = [case["results"] for case in cases if {base, ours} <= case["results"].keys()]
-    return span([quotient(each[base]["seconds"], each[ours]["seconds"]) for each in seconds], where)
-
-
-def step_ratio(results: Results, phase: str) -> list[str]:
-    """The time of TRL's default over that with `hybrid.install()`, for each size."""
-    values, machines = [], []
-    for run in STEPS:
-        result, name = newest(results, run)
-        if result:
-            values.append(over_install(result, phase))
-            machines.append(name)
-    return span(values, joined(machines))
-
-
-def over_install(result: Figures, phase: str) -> float:
-    """How many times as long TRL's default, the first contender, takes as `hybrid.install()`."""
-    contenders = result["contenders"]
-    return quotient(next(iter(contenders.values()))[phase], contenders["hybrid.install()"][phase])
-
-
-def zero3_ratio(results: Results, way: str, base: str) -> list[str]:
-    """Tokens a second in a way over those in another, for each size."""
-    values, machines = [], []
-    for run in ("modes-10M", "modes-120M"):
-        result, name = newest(results, run)
-        if result:
-            seconds = result["results"]
-            values.append(quotient(seconds[base]["rollout_s"], seconds[way]["rollout_s"]))
-            machines.append(name)
-    return span(values, joined(machines))
-
-
-def decode_ratio(results: Results, base: str, contender: str = "fused") -> list[str]:
-    """Seconds of decoding of `base` over those of `contender`, for each number of rows."""
-    parts = next(iter(results.starting("inference").values()), [])
-    seconds = [part["seconds"] for part in parts]
-    comparable = [each for each in seconds if base in each and contender in each]
-    values = [quotient(each[base]["decode"], each[contender]["decode"]) for each in comparable]
-    return span(values, label(parts[0]) if parts else "")
-
-
-def plan_ratio(results: Results) -> list[str]:
-    """The memory plan over the measured peak."""
-    result, where = newest(results, "overhead")
-    return span([plan["planned"] / plan["peak"] for plan in result["plans"]] if result else [], where)
-
-
-def process_plan_ratio(results: Results) -> list[str]:
-    """The memory plan over what a rank's process took in addition, for each rank of a step at real size."""
-    runs = next(iter(results.starting("real_size").values()), [])
-    ratios = [rank["planned"] / rank["measured"] for run in runs for rank in run["ranks"]]
-    return span(ratios, label(runs[0]) if runs else "")
-
-
-def on_gpus(results: Results) -> list[str]:
-    """Whether something was measured on a GPU."""
-    labels = [label(result) for result in results.of("gpu")]
-    return ["see below", ", ".join(labels)] if labels else [NOT_MEASURED, "–"]
-
-
-def quotient(base: Any, measured: Any) -> float:
-    """How many times as long the median of `base` is."""
-    return Spread.of(base).median / Spread.of(measured).median
+    """Return the conclusions: a row for each comparison, and whether anything was measured on a GPU."""
+    gpus = ", ".join(map(label, results.of("gpu")))
+    rows = [comparison.row(results) for comparison in COMPARISONS]
+    rows.append(["rollouts on GPUs", "–", "see below" if gpus else NOT_MEASURED, gpus or "–"])
+    return tables.table(["this engine", "over", "ratio", "on"], rows)
 
 
 def label(result: dict[str, Any]) -> str:
@@ -272,37 +229,20 @@ def vllm_version(results: Results) -> str:
     return ", ".join(sorted({" ".join(text.split()[:2]) for text in texts if text})) or "vLLM"
 
 
-def gpu_report(result: Figures) -> gpu.Report:
-    """A result of `benchmarks.gpu`, which knows the rows of its latest code."""
-    runs = result["runs"]
-    return gpu.Report(Path(), runs[-1]["code"], {}, runs, result["rows"], result["not_measured"])
-
-
-def gpu_tables(results: Results) -> list[str]:
-    """The tables of `make gpu`."""
-    parts = []
-    for result in results.of("gpu"):
-        parts.append([gpu.tables(gpu_report(result)), "", *captions(result)])
-    return separated(parts)
-
-
+TOGETHER = (
+    tables.tensor_parallel,
+    tables.real_size,
+    tables.inference,
+    tables.training,
+)  # all runs of a machine in one table
+SHOWN = (tables.rollouts, tables.first_tokens, tables.trl_step, tables.modes, tables.windows, tables.plans)
+SHOWN += (tables.rollout_features, tables.speculation, tables.demo_seeds, tables.stories)
 PLACES: dict[str, Callable[..., list[str]]] = {
     "in_short": in_short,
-    "rollouts": of_machines(tables.rollouts),
-    "first_tokens": of_machines(tables.first_tokens),
-    "trl_step": of_machines(lambda result: [f"{result['title']}:", "", *tables.trl_step(result)]),
-    "modes": of_machines(lambda result: [f"{tables.modes_title(result)}:", "", *tables.modes(result)]),
-    "tensor_parallel": of_runs(tables.tensor_parallel),
-    "windows": of_machines(tables.windows),
-    "plans": of_machines(tables.plans),
-    "real_size": of_runs(tables.real_size),
-    "inference": of_runs(tables.inference),
-    "rollout_features": of_machines(tables.rollout_features),
-    "speculation": of_machines(tables.speculation),
-    "demo_seeds": of_machines(tables.demo_seeds),
-    "stories": of_machines(tables.stories),
-    "gpu": gpu_tables,
+    **{each.__name__: shown(each, each in TOGETHER) for each in SHOWN + TOGETHER},
+    "gpu": lambda results: shown(tables.gpu)(results, "gpu"),
     "vllm": lambda results: [vllm_version(results)],
+    "roofline_anchors": lambda results: roofline.anchor_table(),
     "roofline_steps": lambda results: roofline.step_table(roofline.Rollout(), fastest=True),
     "roofline_iterations": lambda results: roofline.iteration_table(roofline.Rollout()),
 }
@@ -312,84 +252,99 @@ PLACES: dict[str, Callable[..., list[str]]] = {
 
 
 def numbers(results: Results) -> list[str]:
-    """Tokens a second and ratios on every machine, and what a model says about GPUs."""
-    machines = [*results.of("rollout"), *results.of("gpu")]
-    model = roofline.Rollout()
-    head = ["case", *map(label, machines), f"{roofline.GPUS} × H100"]
-    rows = [
-        *([title, *(rollout_cell(each, case) for each in machines), NOT_MEASURED] for case, title in CASES.items()),
-        *(
-            [title, *(gpu_cell(each, case) for each in machines), NOT_MEASURED]
-            for case, title in (GPU_CASES if results.of("gpu") else {}).items()
-        ),
-        [
-            f"7B bf16, {model.rows} rows a GPU, context {model.context}",
-            *["–"] * len(machines),
-            f"{roofline.tokens_per_s('7B', roofline.DEVICES[0], model):.0f} a GPU, estimated",
-        ],
-        [
-            "GRPO step in TRL with `hybrid.install()`: time of TRL's default over ours",
-            *(step_cell(results, each["machine"]["name"]) for each in machines),
-            NOT_MEASURED,
-        ],
-    ]
-    return tables.markdown(head, rows)
+    """Return README's table: a row for each machine on which something was measured with the present code."""
+    cases = CASES | (GPU_CASES if results.of("gpu") else {})
+    rows = [row for case, title in cases.items() for row in rows_or_not_measured(title, rollout_rows(results, case))]
+    rows += rows_or_not_measured("GRPO step in TRL", step_rows(results))
+    rows += rows_or_not_measured("forward and backward of training", training_rows(results))
+    return tables.table(["what", "this engine", "compared with", "on"], [*rows, models_row()])
 
 
-def rollout_cell(result: dict[str, Any], case: str) -> str:
-    """Tokens a second in a case, and its ratios in brackets."""
-    if result["benchmark"] != "rollout":
-        return "–"
-    measured = next((each for each in result["cases"] if each["name"] == case), None)
-    if measured is None:
-        return NOT_MEASURED
-    ours = measured["results"]["hybrid"]["seconds"]
-    ratios = []
-    for base in ("hf", "vllm"):
-        if base in measured["results"]:
-            value = quotient(measured["results"][base]["seconds"], ours)
-            form = ".2f" if base == "vllm" else ".1f" if value < 10 else ".0f"
-            ratios.append(f"{value:{form}} ×")
-    return f"{measured['tokens'] / Spread.of(ours).median:.0f} ({', '.join(ratios)})"
+def rows_or_not_measured(title: str, rows: Iterable[list[str]]) -> list[list[str | None]]:
+    """Return the rows, or one that says that nothing was measured."""
+    return list(rows) or [[title, NOT_MEASURED, None, None]]
 
 
-def gpu_cell(result: dict[str, Any], case: str) -> str:
-    """Tokens a second of decode steps on a GPU, and the ratio to Hugging Face's static cache."""
-    if result["benchmark"] != "gpu":
-        return "–"
-    measured = gpu_report(result).own_rows()
-    rows = {row["contender"]: row for row in measured if row["case"] == case and "error" not in row}
-    if "hybrid" not in rows:
-        return NOT_MEASURED
-    ours = rows["hybrid"]["step_s"]
-    ratios = [f"{quotient(rows[base]['step_s'], ours):.1f} ×" for base in ("hf-static", "vllm") if base in rows]
-    return f"{rows['hybrid']['rows'] / Spread.of(ours).median:.0f} ({', '.join(ratios) or 'alone'})"
+def rollout_rows(results: Results, case: str) -> Iterator[list[str]]:
+    """Yield tokens a second in a case, and the ratios to others, of every machine that ran it."""
+    for result in present(results.of("gpu" if case in GPU_CASES else "rollout")):
+        if result["benchmark"] == "gpu":
+            rows = [row for row in result["rows"] if row["code"] == result["runs"][-1]["code"] and "error" not in row]
+            timed = [(row["rows"], row["contender"], row["step_s"]) for row in rows if row["case"] == case]
+        else:
+            cases = [each for each in result["cases"] if each["name"] == case]
+            timed = [(c["tokens"], name, each["seconds"]) for c in cases for name, each in c["results"].items()]
+        seconds = {name: each for _, name, each in timed}
+        if "hybrid" in seconds:
+            speed = tables.rate(Spread.of(seconds["hybrid"]).median, timed[0][0])
+            bases = [base for base in BASES if base in seconds]
+            compared = ", ".join(f"{quotient(seconds[base], seconds['hybrid']):.2f} × {BASES[base]}" for base in bases)
+            yield [(CASES | GPU_CASES)[case], f"{speed} tokens/s", compared or None, label(result)]
 
 
-def step_cell(results: Results, machine: str) -> str:
-    """How many times as long a step of TRL's default takes, for each size."""
-    cells = []
-    for run in STEPS:
-        for result in results.of(run):
-            if result["machine"]["name"] == machine:
-                cells.append(f"{over_install(result, 'step_s'):.1f} × ({result['title'].split()[0]})")
-    return ", ".join(cells) or NOT_MEASURED
+def step_rows(results: Results) -> Iterator[list[str]]:
+    """Yield the seconds of TRL's step with this engine and with TRL's default."""
+    for run in sorted(results.runs):
+        for result in present(results.of(run)) if run.startswith("trl_step") else []:
+            ways = {name: result["contenders"][key] for key, name in STEPS.items() if key in result["contenders"]}
+            ours = ", ".join(f"{name} {in_seconds(way['step_s'])}" for name, way in ways.items())
+            default = f"TRL's default {in_seconds(result['contenders'][TRL[1]]['step_s'])}"
+            size, rows = (
+                result["title"].split()[0],
+                result["title"].split("; ")[1].replace("sequences per rank", "rows"),
+            )
+            yield [f"GRPO step in TRL, {size}, {rows}", ours, default, label(result)]
+
+
+def training_rows(results: Results) -> Iterator[list[str]]:
+    """Yield the seconds of a forward and backward in the cases of TRAINING: packed, exact and plain."""
+    for shape, group in TRAINING:
+        for result in (each for part in results.starting("training").values() for each in present(part)):
+            for case in result["cases"]:
+                if (result["shape"], case["group"]) == (shape, group):
+                    times = {name: in_seconds(way["seconds"]) for name, way in case["contenders"].items()}
+                    once = ", one round" * (len(case["contenders"]["packed"]["seconds"]) == 1)
+                    tokens = f"{case['prompt_len']} + {case['completion_len']} tokens"
+                    yield [
+                        f"forward and backward, {shape}, groups of {group}, {tokens}{once}",
+                        f"packed {times['packed']}, exact {times['exact']}",
+                        f"plain {times['padded']}",
+                        label(result),
+                    ]
+
+
+def present(results: list[Figures]) -> list[Figures]:
+    """Return the results that are not of earlier code."""
+    return [result for result in results if "note" not in result]
+
+
+def in_seconds(measured: Any) -> str:
+    """Return the median in seconds."""
+    return f"{Spread.of(measured).median:.1f} s"
+
+
+def models_row() -> list[str]:
+    """Return how many classes of models run fused, as `docs/models.md` counts them."""
+    result = json.loads(MODELS.read_text())
+    runs = [model["runs"] for model in result["models"]]
+    version = result["versions"]["transformers"]
+    title = f"classes of transformers {version} that run fused, at tiny size"
+    return [title, f"{runs.count('fused')} of {len(runs)}", f"{runs.count('native')} run natively", label(result)]
 
 
 def demo(results: Results) -> list[str]:
     """What the demo found."""
-    result, _ = newest(results, "demo_seeds")
     rows = []
     for title, name in (
         ("PPO: gold score, 0 to 1", "gold_score"),
         ("GRPO: exact match on sums that it has not seen", "grpo_exact_match"),
     ):
         cells = [NOT_MEASURED] * 2
-        if result:
+        for result in results.of("demo_seeds")[:1]:
             values = [[seed[f"{name}_{when}"] for seed in result["summaries"].values()] for when in ("before", "after")]
             cells = ["{:.2f} ± {:.2f}".format(*tables.mean_and_error(each)) for each in values]
         rows.append([title, *cells])
-    return tables.markdown(["", "before", "after"], rows)
+    return tables.table(["", "before", "after"], rows)
 
 
 README_BLOCKS = {"numbers": numbers, "demo": demo}
@@ -397,11 +352,11 @@ README_BLOCKS = {"numbers": numbers, "demo": demo}
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if something would change")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
-    parser.add_argument("--root", type=Path, default=ROOT, help="of README.md and docs/")
-    return parser.parse_args(arguments)
+    flags = parser(__doc__, output=False)
+    flags.add_argument("--check", action="store_true", help="write nothing; exit code 1 if something would change")
+    flags.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
+    flags.add_argument("--root", type=Path, default=ROOT, help="of README.md and docs/")
+    return flags.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import argparse
 import ctypes
 import os
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -25,34 +24,15 @@ from deepspeed.accelerator import get_accelerator
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import hybrid
-from benchmarks import results
-from benchmarks.cases import DTYPES
+from benchmarks import results, tables
+from benchmarks.cases import DTYPES, SHAPES, hugging_face_sizes
 from benchmarks.machine import hardware
-from benchmarks.modes import start_ranks
+from benchmarks.ranks import now, start_ranks
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 
-SHAPES = {
-    "0.5B": {
-        "vocab_size": 151936,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32768,
-    },
-    "micro": {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 160,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-    },
-}
 LORA_RANK, CLIP, KL_COEFFICIENT = 16, 0.2, 0.04
+INFERENCE_PHASES = ("gather", "merge", "prefill", "decode")
 SAMPLE_EVERY_S = 0.01  # interval of reading the resident set
 
 
@@ -66,7 +46,7 @@ def main() -> None:
     start_ranks()
     about = results.begin("real_size", args)
     engine = make_engine(args)
-    prompts = own_prompts(args)
+    prompts = rank_prompts(args)
     engine.rollout(*prompts, sampling(2), args.num_generations)
     engine.mark_weights_changed()
     report = step(engine, prompts, args)
@@ -83,7 +63,7 @@ def main() -> None:
 def make_engine(args: argparse.Namespace) -> hybrid.HybridEngine:
     """A policy under ZeRO-3 of which only the adapters train. The base is created in its final dtype."""
     torch.manual_seed(0)
-    config = Qwen2Config(**SHAPES[args.shape], tie_word_embeddings=True, eos_token_id=None, use_cache=False)
+    config = Qwen2Config(**hugging_face_sizes(args.shape), tie_word_embeddings=True, eos_token_id=None, use_cache=False)
     with torch.device(get_accelerator().current_device_name()):
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[args.dtype])
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -112,11 +92,11 @@ def make_engine(args: argparse.Namespace) -> hybrid.HybridEngine:
     )[0]
 
 
-def own_prompts(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
+def rank_prompts(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
     """This rank's prompts and their mask.  int64 [prompts, tokens] each"""
     groups = args.sequences // args.num_generations // dist.get_world_size()
     generator = torch.Generator().manual_seed(dist.get_rank())
-    ids = torch.randint(3, SHAPES[args.shape]["vocab_size"], (groups, args.prompt_length), generator=generator)
+    ids = torch.randint(3, SHAPES[args.shape]["vocab"], (groups, args.prompt_length), generator=generator)
     ids = ids.to(get_accelerator().current_device_name())
     return ids, torch.ones_like(ids)
 
@@ -216,13 +196,6 @@ def grpo_loss(
     return -((gain - KL_COEFFICIENT * divergence) * kept).sum() / kept.sum()
 
 
-def now() -> float:
-    """The time after every rank and its device have reached this call."""
-    get_accelerator().synchronize()
-    dist.barrier()
-    return time.perf_counter()
-
-
 # Memory
 
 
@@ -278,30 +251,24 @@ def show(engine: hybrid.HybridEngine, reports: list[Report], args: argparse.Name
     print(f"coverage of the model: {engine.coverage()[0]['why']}")
     tokens = sum(report.tokens for report in reports)
     print(f"tokens/s of the rollout: {tokens / first.seconds['rollout']:.1f}; loss {first.loss:.4f}")
-    print("\n| phase | seconds |\n|---|---|")
-    for name, seconds in first.seconds.items():
-        print(f"| {name} | {seconds:.1f} |")
-    for name in ("gather_s", "merge_s", "prefill_s", "decode_s"):
-        print(f"| of inference, {name[:-2]} | {first.stats[name]:.1f} |")
-    print("\n| rank | planned for inference, MiB | measured, MiB | measured / planned |\n|---|---|---|---|")
-    for rank, report in enumerate(reports):
-        ratio = report.measured / report.planned
-        print(f"| {rank} | {report.planned / 2**20:.0f} | {report.measured / 2**20:.0f} | {ratio:.2f} |")
+    seconds = first.seconds | {f"of inference, {name}": first.stats[f"{name}_s"] for name in INFERENCE_PHASES}
+    phases = tables.table(["phase", "seconds"], ([name, f"{value:.1f}"] for name, value in seconds.items()))
+    head = ["rank", "planned for inference, MiB", "measured, MiB", "measured / planned"]
+    memory = (
+        [i, *map(tables.mebibytes, (r.planned, r.measured)), r.measured / r.planned] for i, r in enumerate(reports)
+    )
+    print("", *phases, "", *tables.table(head, memory), sep="\n")
 
 
 def parse() -> argparse.Namespace:
     """The flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="0.5B")
+    parser = results.parser(__doc__, num_generations=4, prompt_length=128, new_tokens=64)
+    parser.add_argument("--shape", choices=("0.5B", "micro"), default="0.5B")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--containers", choices=("fused", "native"), default="fused")
     parser.add_argument("--lora", choices=("merged", "unmerged"), default="merged")
     parser.add_argument("--sequences", type=int, default=16, help="completions of all ranks together")
-    parser.add_argument("--num_generations", type=int, default=4)
-    parser.add_argument("--prompt_length", type=int, default=128)
-    parser.add_argument("--new_tokens", type=int, default=64)
     parser.add_argument("--micro_batch", type=int, default=2, help="sequences per training forward")
-    results.add_output(parser)
     return parser.parse_args()
 
 

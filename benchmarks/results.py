@@ -8,6 +8,7 @@ in `source`; where single times are lost, {"median", "min", "max"} stands for th
 
 import argparse
 import datetime
+import fnmatch
 import importlib.metadata
 import json
 import os
@@ -31,10 +32,17 @@ PACKAGES = ("torch", "transformers", "deepspeed", "peft", "trl", "accelerate", "
 # Writing
 
 
-def add_output(parser: argparse.ArgumentParser, default: Path | None = None) -> None:
-    """Add the flag `--output`, the JSON file to write."""
-    written = f"; default: {default}" if default else "; default: none"
-    parser.add_argument("--output", type=Path, default=default, help=f"a JSON file for every time{written}")
+def parser(description: str | None, output: bool = True, **numbers: int) -> argparse.ArgumentParser:
+    """A parser of a benchmark's flags, with the module's docstring as its description, line by line.
+
+    output: with `--output`, the JSON file to write.  numbers: flags of whole numbers that need no help, with defaults.
+    """
+    flags = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in numbers.items():
+        flags.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
+    if output:
+        flags.add_argument("--output", type=Path, help="a JSON file for every time; default: none")
+    return flags
 
 
 def begin(
@@ -117,10 +125,12 @@ class Spread:
     max: float
 
     @classmethod
-    def of(cls, values: list[float] | dict[str, float]) -> "Spread":
-        """That of measurements, or of figures whose single measurements are lost: {"median", "min", "max"}."""
+    def of(cls, values: list[float] | dict[str, float] | float) -> "Spread":
+        """That of measurements, of one, or of figures whose single ones are lost: {"median", "min", "max"}."""
         if isinstance(values, dict):
             return cls(values["median"], values["min"], values["max"])
+        if isinstance(values, int | float):
+            return cls(values, values, values)
         return cls(statistics.median(values), min(values), max(values))
 
     def per(self, amount: float) -> "Spread":
@@ -132,6 +142,11 @@ class Spread:
         if self.min == self.max:
             return f"{self.median:{form}}"
         return f"{self.median:{form}} ({self.min:{form}}–{self.max:{form}})"
+
+
+def quotient(base: Any, measured: Any) -> float:
+    """Return the median of `base` divided by that of `measured`."""
+    return Spread.of(base).median / Spread.of(measured).median
 
 
 class Figures(dict):
@@ -179,6 +194,10 @@ class Results:
     def of(self, run: str) -> list[Figures]:
         """The results of a run, one for each machine."""
         return self.runs.get(run, [])
+
+    def newest(self, pattern: str) -> list[Figures]:
+        """The newest result of every run whose name matches a pattern such as "trl_step*"."""
+        return [results[0] for run, results in sorted(self.runs.items()) if fnmatch.fnmatchcase(run, pattern)]
 
     def starting(self, prefix: str) -> dict[str, list[Figures]]:
         """The results of the runs whose names start with `prefix`, by machine, in the order of the runs."""

@@ -4,7 +4,7 @@
     make bench-vllm                                             # the same with vLLM, in a separate environment
     python -m benchmarks.rollout --cases "120M bf16 b64" "10M bf16 b16"
     python -m benchmarks.rollout --shape 120M --dtype f32 --prompts 8 --group 8 --prompt_len 512 --new_tokens 64
-    python -m benchmarks.rollout --shape Qwen/Qwen2.5-0.5B --contenders hybrid hf --profile
+    python -m benchmarks.rollout --shape Qwen/Qwen2.5-0.5B --contenders hybrid hf
 
 Contenders alternate, A B A B, in one process (vLLM's process sleeps meanwhile). A contender that has used `--seconds`
 in a case and has run at least twice is skipped from then on. Sampling is plain, at temperature 1.
@@ -19,24 +19,19 @@ longer, divided by the measured time; both rates are measured in the same run.
 
 import argparse
 import gc
-import logging
 import os
-import socket
 import statistics
 import time
-import warnings
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
-import transformers
 from deepspeed.accelerator import get_accelerator
 
-from benchmarks import results
+from benchmarks import results, tables
 from benchmarks.cases import (
     CASES,
     CPU_CASES,
@@ -51,15 +46,15 @@ from benchmarks.cases import (
 from benchmarks.contenders import CONTENDERS, Contender, Outcome, Setting, make_engine
 from benchmarks.limits import Limits, measure_limits
 from benchmarks.machine import hardware, machine
+from benchmarks.ranks import print_on_rank_0, start_ranks
 from benchmarks.vllm_contender import VLLMSettings
 
-DEFAULT_CONTENDERS = ["hybrid", "hybrid-new-weights", "hf", "zero3-gathered", "hf-continuous"]
+DEFAULT_CONTENDERS = ["hybrid", "hybrid-new-weights", "hf", "zero3-gathered"]
 VLLM_NAMES = ["vllm", "vllm-eager"]
 BASE = "hf"
 MIN_ROUNDS = 2
 WARM_UPS, WARM_UP_S = 3, 2.0  # runs of one token, fewer if they took this long
-WARM_UP_SEED, PROFILE_SEED = 1000, 2000  # of prompts that no round has
-PROFILE_ROWS = 15
+WARM_UP_SEED = 1000  # of prompts that no round has
 VLLM_DIRECTORY = Path("runs/vllm")
 
 
@@ -78,16 +73,15 @@ class Timing:
 def main(arguments: list[str] | None = None) -> None:
     """Measure every case, print the tables and write the JSON file."""
     args = parse(arguments)
-    quiet()
     if not torch.cuda.is_available():
         torch.set_num_threads(args.threads)
-    join_ranks()
+    start_ranks()
     if not torch.cuda.is_available() and dist.get_world_size() == 1:
         use_cores(args.threads)
     output = args.output or Path("runs") / f"rollout-{machine()['name']}.json"
     report = {**results.begin("rollout", args, arguments), "contenders": {}, "cases": []}
     ranks = report["machine"]["ranks"]
-    say(f"{hardware()}; {ranks} rank{'s' * (ranks > 1)}; {report['machine']['instructions']}")
+    print_on_rank_0(f"{hardware()}; {ranks} rank{'s' * (ranks > 1)}; {report['machine']['instructions']}")
     for (shape, dtype), group in groupby(chosen_cases(args), key=lambda case: (case.shape, case.dtype)):
         cases = list(group)
         contenders, setting = build(args, shape, dtype, cases)
@@ -96,10 +90,8 @@ def main(arguments: list[str] | None = None) -> None:
             for case in cases:
                 timings = measure(contenders, case, setting, args.rounds, args.seconds)
                 report["cases"].append(summary(case, timings, measure_limits(setting.model, case)))
-                say(table(report["cases"][-1]))
+                print_on_rank_0(table(report["cases"][-1]))
                 results.write(output, report)
-                if args.profile:
-                    say(profile(contenders[0], case, setting))
         finally:
             for contender in contenders:
                 contender.close()
@@ -107,12 +99,12 @@ def main(arguments: list[str] | None = None) -> None:
         del contenders, setting
         gc.collect()
         get_accelerator().empty_cache()
-    say(f"written to {output}")
+    print_on_rank_0(f"written to {output}")
     dist.destroy_process_group()
 
 
 def use_cores(count: int) -> None:
-    """Restrict this process and those that it starts to `count` cores: all contenders have the same, and none binds a
+    """Restrict this process and its subprocesses to `count` cores: all contenders have the same, and none binds a
     thread to one of them."""
     for thread in os.listdir("/proc/self/task") if hasattr(os, "sched_setaffinity") else []:
         os.sched_setaffinity(int(thread), sorted(os.sched_getaffinity(0))[:count])
@@ -124,8 +116,8 @@ def build(args: argparse.Namespace, shape: str, dtype: str, cases: list[Case]) -
     setting = Setting(
         model=model,
         engine=make_engine(model),
-        most_rows=max(case.rows for case in cases),
-        most_tokens=max(case.prompt_len + case.new_tokens for case in cases),
+        max_rows=max(case.rows for case in cases),
+        max_tokens=max(case.prompt_len + case.new_tokens for case in cases),
         vllm=VLLMSettings(args.vllm_python.absolute(), VLLM_DIRECTORY.absolute(), args.threads),
     )
     names = dict.fromkeys([*args.contenders, *VLLM_NAMES * args.vllm])
@@ -133,14 +125,14 @@ def build(args: argparse.Namespace, shape: str, dtype: str, cases: list[Case]) -
 
 
 def measure(
-    contenders: list[Contender], case: Case, setting: Setting, rounds: int, most_seconds: float
+    contenders: list[Contender], case: Case, setting: Setting, rounds: int, max_seconds: float
 ) -> dict[str, Timing]:
     """Time all contenders in alternation."""
     timings = {contender.name: Timing(first_token(contender, case, setting)) for contender in contenders}
     for round_number in range(rounds):
         for contender in contenders:
             timing = timings[contender.name]
-            if round_number >= MIN_ROUNDS and sum(timing.seconds) > most_seconds:
+            if round_number >= MIN_ROUNDS and sum(timing.seconds) > max_seconds:
                 continue
             seconds, outcome = timed_run(contender, case, setting, seed=round_number)
             timing.seconds.append(seconds)
@@ -150,12 +142,7 @@ def measure(
 
 
 def first_token(contender: Contender, case: Case, setting: Setting) -> float:
-    """Seconds of a run of one token, the minimum of a few, after a run of a single prompt as a warm-up.
-
-    A contender that compiles runs the whole case before.
-    """
-    if contender.compiles:
-        timed_run(contender, case, setting, WARM_UP_SEED)
+    """Seconds of a run of one token, the minimum of a few, after a run of a single prompt as a warm-up."""
     once = replace(case, new_tokens=1, natural=False)
     timed_run(contender, replace(once, prompts=1), setting, WARM_UP_SEED)
     seconds: list[float] = []
@@ -215,65 +202,18 @@ def table(case: dict[str, Any]) -> str:
     """The figures of a case as a Markdown table."""
     limits = case["limits"]
     reads, multiplies = limits["bytes_per_s"] / 1e9, limits["flops_per_s"] / 1e9
-    lines = [
-        f"\n**{case['name']}**: {case['tokens']} tokens; load average {case['load']:.1f}; reads {reads:.1f} GB/s, "
-        f"multiplies {multiplies:.0f} GFLOP/s; no step under {limits['step_s'] * 1e3:.2f} ms ({limits['bound']})",
-        "",
-        "| contender | tokens/s | min–max | × Hugging Face | first token s | step ms | of the roofline | rounds |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    title = (
+        f"**{case['name']}**: {case['tokens']} tokens; load average {case['load']:.1f}; reads {reads:.1f} GB/s, "
+        f"multiplies {multiplies:.0f} GFLOP/s; no step under {limits['step_s'] * 1e3:.2f} ms ({limits['bound']})"
+    )
+    rows = []
     for name, result in case["results"].items():
         slowest, fastest = (case["tokens"] / pick(result["seconds"]) for pick in (max, min))
-        lines.append(
-            f"| {name} | {result['tokens_per_s']:.0f} | {slowest:.0f}–{fastest:.0f} "
-            f"| {shown(result['ratio'], '{:.2f}')} "
-            f"| {result['first_token_s']:.2f} | {shown(result['step_s'], '{:.2f}', 1e3)} "
-            f"| {shown(result['roofline'], '{:.0%}')} | {len(result['seconds'])} |"
-        )
-    return "\n".join(lines)
-
-
-def shown(value: float | None, form: str, factor: float = 1.0) -> str:
-    """A figure as text; a dash for None."""
-    return "–" if value is None else form.format(value * factor)
-
-
-def profile(contender: Contender, case: Case, setting: Setting) -> str:
-    """The time of a run of `contender` by torch operation, as a table."""
-    request = make_request(case, setting.vocab_size, PROFILE_SEED).on(setting.model.device)
-    with torch.profiler.profile() as profiler:
-        contender.run(request)
-    kind = "cuda" if setting.model.device.type == "cuda" else "cpu"
-    return profiler.key_averages().table(sort_by=f"self_{kind}_time_total", row_limit=PROFILE_ROWS)
-
-
-def say(text: str) -> None:
-    """Print on rank 0."""
-    if dist.get_rank() == 0:
-        print(text, flush=True)
-
-
-def quiet() -> None:
-    """Turn off the libraries' warnings, which would appear between the tables."""
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    deepspeed.utils.logger.setLevel(logging.WARNING)
-
-
-def join_ranks() -> None:
-    """Join the ranks of a launcher; without one this process is the only rank."""
-    if "RANK" not in os.environ:
-        single_rank_environment()
-    deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
-
-
-def single_rank_environment() -> None:
-    """Set a launcher's environment variables for this process as the only rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        cells = [name, f"{result['tokens_per_s']:.0f}", f"{slowest:.0f}–{fastest:.0f}", result["ratio"]]
+        cells += [result["first_token_s"], result["step_s"] and result["step_s"] * 1e3]
+        rows.append([*cells, result["roofline"] and f"{result['roofline']:.0%}", len(result["seconds"])])
+    head = "contender, tokens/s, min–max, × Hugging Face, first token s, step ms, of the roofline, rounds"
+    return "\n".join(["", title, "", *tables.table(head.split(", "), rows)])
 
 
 def chosen_cases(args: argparse.Namespace) -> list[Case]:
@@ -289,23 +229,17 @@ def chosen_cases(args: argparse.Namespace) -> list[Case]:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, output=False, prompts=16, group=1, prompt_len=32, new_tokens=64, rounds=5)
     parser.add_argument("--cases", nargs="+", default=[], help=f"all, or some of: {'; '.join(CASES)}")
     parser.add_argument("--shape", default="10M", help=f"{', '.join(SHAPES)}, or a Hugging Face configuration")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--group", type=int, default=1)
-    parser.add_argument("--prompt_len", type=int, default=32)
-    parser.add_argument("--new_tokens", type=int, default=64)
     parser.add_argument("--natural", action="store_true", help="geometric lengths instead of --new_tokens for all")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=DEFAULT_CONTENDERS)
     parser.add_argument("--vllm", action="store_true", help="vllm and vllm-eager in addition to the --contenders")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=120, help="limit for a contender in a case, after two rounds")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--output", type=Path, help="JSON; by default in runs/, named after the hardware")
     parser.add_argument("--vllm_python", type=Path, default=Path(".venv-vllm/bin/python"))
-    parser.add_argument("--profile", action="store_true", help="profile one more run of the first contender")
     args = parser.parse_args(arguments)
     for name in args.cases:
         if name not in CASES and args.cases != ["all"]:

@@ -10,9 +10,6 @@ Prints medians, minimum and maximum, and the ratio of the last way to the first;
 compared with these.
 """
 
-import argparse
-import contextlib
-import io
 import time
 from collections.abc import Callable
 from functools import partial
@@ -22,25 +19,16 @@ import torch
 
 import hybrid
 from benchmarks import results, tables
-from benchmarks.modes import start_ranks
-from benchmarks.overhead import SHAPES, llama, print_on_rank_0
+from benchmarks.overhead import PLAIN, SHAPES, engine_of, llama
+from benchmarks.ranks import print_on_rank_0, start_ranks
 
 NEW_TOKENS = 32  # of the user, in the second turn
 
 
-def engine_of(shape: str, **rollout: bool) -> hybrid.HybridEngine:
+def make_engine(shape: str, **rollout: bool) -> hybrid.HybridEngine:
     """An engine under ZeRO-3.  rollout: settings of its block."""
     torch.manual_seed(0)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-        "zero_optimization": {"stage": 3},
-        "hybrid_engine": {"enabled": True, "max_out_tokens": 4096},
-        "rollout": rollout,
-    }
-    model = llama(*SHAPES[shape])
-    with contextlib.redirect_stdout(io.StringIO()):
-        return hybrid.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    return engine_of(llama(*SHAPES[shape]), rollout, PLAIN)
 
 
 def tokens(rows: int, length: int, vocabulary: int, seed: int) -> torch.Tensor:
@@ -61,7 +49,7 @@ def measure_turns(shape: str, rows: int, prompt: int, new: int, repetitions: int
     """The second turn of `rows` conversations of `prompt` + `new` tokens, with and without prefix caching: seconds, and
     the shares of its tokens that were computed."""
     vocabulary = SHAPES[shape][-1]
-    plain, caching = (engine_of(shape, enable_prefix_caching=on) for on in (False, True))
+    plain, caching = (make_engine(shape, enable_prefix_caching=on) for on in (False, True))
     first = hybrid.SamplingParams(max_new_tokens=new, min_new_tokens=new)
     one = hybrid.SamplingParams(max_new_tokens=1)
     shares: dict[str, list[float]] = {"computed again": [], "from the KV cache": []}
@@ -140,7 +128,7 @@ def measure_partial(
 ) -> dict[str, Any]:
     """Tokens a second of rollouts that stop once `share` of `rows` rows are done, and go on with the rest in the next;
     against whole ones. After `iterations` rollouts of each, the shares of new and old rows are steady."""
-    engine, vocabulary = engine_of(shape), SHAPES[shape][-1]
+    engine, vocabulary = make_engine(shape), SHAPES[shape][-1]
     of_ways = {
         name: LogNormalRows(engine, vocabulary, rows, prompt, new, stops)
         for name, stops in {"whole rollouts": None, f"stop at {share:.0%}": share}.items()
@@ -161,16 +149,13 @@ def measure_partial(
 
 def main() -> None:
     """Measure what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, rows=64, repetitions=3)
     parser.add_argument("what", choices=["turns", "partial"])
     parser.add_argument("--shape", choices=SHAPES, default="7M")
-    parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--prompt", type=int, help="tokens of a prompt; default: 1024 for turns, 32 for partial")
     parser.add_argument("--new", type=int, help="tokens of a completion; default: 64 for turns, 512 for partial")
-    parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--share", type=float, default=0.75, help="of the rows, after which a partial rollout stops")
     parser.add_argument("--iterations", type=int, default=8, help="rollouts of a measurement, for partial")
-    results.add_output(parser)
     arguments = parser.parse_args()
     start_ranks()
     about = results.begin("rollout_features", arguments)

@@ -2,8 +2,9 @@
 
     python -m benchmarks.roofline
 
-prints two tables: a decode step by part, and an iteration's rollout in three ways. They show which part limits which
-model, and what a faster one would gain; `docs/benchmarks.md` has them, of the first the fastest groups.
+prints three tables: a decode step by part, an iteration's rollout in three ways, and the model's steps next to those
+published by vLLM. They show which part limits which model, and what a faster one would gain; `docs/benchmarks.md` has
+them, of the first the fastest groups.
 """
 
 import functools
@@ -11,6 +12,8 @@ from dataclasses import dataclass, replace
 
 from benchmarks.cases import make_model
 from benchmarks.limits import kv_values_of_a_token, step_matrices
+from benchmarks.results import parser
+from benchmarks.tables import table
 
 BYTES = 2  # of a bfloat16 number
 GPUS = 8  # of a host
@@ -66,7 +69,7 @@ HOSTS = {"7B": 1, "32B": 2, "70B": 4}  # over whose GPUs ZeRO-3 partitions a mod
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model.  parameters: all of them.  multiplied: those that a token is multiplied with.
+    """Sizes of a model.  parameters: all.  multiplied: parameters that a token is multiplied with.
 
     kv_bytes: of a token in the KV cache.
     """
@@ -81,7 +84,7 @@ class Sizes:
     @classmethod
     @functools.cache
     def of(cls, shape: str) -> "Sizes":
-        """Those of a key of SHAPES, or of a Hugging Face name or path."""
+        """Sizes of a key of SHAPES, or of a Hugging Face name or path."""
         model = make_model(shape, "bf16", "meta")
         config = model.config
         return cls(
@@ -101,6 +104,25 @@ class Rollout:
     rows: int = 64
     context: int = 1024
     new_tokens: int = 1024
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """Milliseconds from a token to the next that vLLM published.  rows: requests at once.  context: tokens of each."""
+
+    rows: int
+    context: int
+    published_ms: float
+
+
+# Llama-3.1-8B in bfloat16 on one H100, vLLM 0.19.1: the line fitted to one request, 6.44 ms + 4.37e-5 ms a token of the
+# prompt, and the median of 8 requests with about 20k prompt and 2k new tokens (vllm-project.github.io c3a01c4,
+# _posts/2026-04-22-fp8-kvcache.md).
+ANCHORS = (
+    Anchor(1, 1024, 6.44 + 4.37e-5 * 1024),
+    Anchor(1, 100_000, 6.44 + 4.37e-5 * 100_000),
+    Anchor(8, 21_000, 15.18),
+)
 
 
 @dataclass(frozen=True)
@@ -133,6 +155,14 @@ def decode_step(sizes: Sizes, device: Device, tp_size: int, rollout: Rollout) ->
         launches=sizes.layers * KERNELS_A_LAYER * GRAPH_KERNEL_S,
         sampling=device.read_s(SAMPLING_PASSES * rollout.rows * sizes.vocabulary * 4),
     )
+
+
+def llama_8b() -> Sizes:
+    """Sizes of Llama-3.1-8B: Mistral-7B's layers, and a vocabulary of 128256."""
+    sizes, vocabulary = Sizes.of("7B"), 128256
+    more = (vocabulary - sizes.vocabulary) * sizes.hidden
+    parameters, multiplied = sizes.parameters + 2 * more, sizes.multiplied + more
+    return replace(sizes, parameters=parameters, multiplied=multiplied, vocabulary=vocabulary)
 
 
 def memory_left(sizes: Sizes, device: Device, hosts: int, copies: float) -> float:
@@ -184,12 +214,6 @@ def iterations(sizes: Sizes, device: Device, hosts: int, rollout: Rollout) -> li
     return [min(way, key=lambda each: each.total, default=None) for way in (engine, second, gathered)]
 
 
-def tokens_per_s(name: str, device: Device, rollout: Rollout) -> float:
-    """Tokens a second of each GPU in the decode steps of the fastest group."""
-    sizes = Sizes.of(name)
-    return max(rollout.rows / decode_step(sizes, device, tp, rollout).total for tp in groups(name, device, rollout))
-
-
 def groups(name: str, device: Device, rollout: Rollout) -> list[int]:
     """The sizes of the groups that hold a model."""
     return [tp for tp in TP_SIZES if fits(Sizes.of(name), device, HOSTS[name], 1 / tp, rollout)]
@@ -198,10 +222,8 @@ def groups(name: str, device: Device, rollout: Rollout) -> list[int]:
 def step_table(rollout: Rollout, fastest: bool = False) -> list[str]:
     """Markdown: a decode step by part, in milliseconds, for every model and device and each group that holds it, or the
     fastest group."""
-    lines = [
-        "| model | GPUs | tp | linear | attention | all-reduce | launches | sampling | step, ms | tokens/s a GPU |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    head = "model | GPUs | tp | linear | attention | all-reduce | launches | sampling | step, ms | tokens/s a GPU"
+    rows = []
     for name, hosts in HOSTS.items():
         sizes = Sizes.of(name)
         for device in DEVICES:
@@ -210,15 +232,15 @@ def step_table(rollout: Rollout, fastest: bool = False) -> list[str]:
             for tp_size, step in made.items():
                 if not fastest or tp_size == best:
                     parts = (step.linear, step.attention, step.all_reduce, step.launches, step.sampling, step.total)
-                    cells = " | ".join(f"{part * 1e3:.2f}" for part in parts)
+                    cells = [part * 1e3 for part in parts]
                     speed = f"{rollout.rows / step.total:.0f}"
-                    lines.append(f"| {name} | {hosts * GPUS} x {device.name} | {tp_size} | {cells} | {speed} |")
-    return lines
+                    rows.append([name, f"{hosts * GPUS} x {device.name}", tp_size, *cells, speed])
+    return table(head.split(" | "), rows)
 
 
 def iteration_table(rollout: Rollout) -> list[str]:
     """Markdown: seconds of a rollout in each way."""
-    lines = ["| model | GPUs | this engine | second engine | gather all |", "|---|---|---|---|---|"]
+    rows = []
     for name, hosts in HOSTS.items():
         sizes = Sizes.of(name)
         for device in DEVICES:
@@ -226,13 +248,24 @@ def iteration_table(rollout: Rollout) -> list[str]:
                 f"{way.total:.1f} (tp {way.tp_size}, switch {way.switch:.2f})" if way else "no memory"
                 for way in iterations(sizes, device, hosts, rollout)
             ]
-            lines.append(f"| {name} | {hosts * GPUS} x {device.name} | {' | '.join(cells)} |")
-    return lines
+            rows.append([name, f"{hosts * GPUS} x {device.name}", *cells])
+    return table(["model", "GPUs", "this engine", "second engine", "gather all"], rows)
+
+
+def anchor_table() -> list[str]:
+    """Markdown: milliseconds of a token on one H100, of the model and as vLLM published them."""
+    rows = []
+    for anchor in ANCHORS:
+        step_ms = decode_step(llama_8b(), DEVICES[0], 1, Rollout(anchor.rows, anchor.context)).total * 1e3
+        cells = f"{anchor.published_ms:.1f}", f"{step_ms:.1f}", step_ms / anchor.published_ms
+        rows.append([anchor.rows, anchor.context, *cells])
+    return table(["requests", "context", "vLLM, published", "this model", "model / vLLM"], rows)
 
 
 def main() -> None:
-    """Print both tables."""
-    print("\n".join([*step_table(Rollout()), "", *iteration_table(Rollout())]))
+    """Print the tables."""
+    parser(__doc__, output=False).parse_args()
+    print("\n".join([*step_table(Rollout()), "", *iteration_table(Rollout()), "", *anchor_table()]))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """What speculation changes, against the same rollouts without it, in turns: the tail of a batch, and the whole.
 
     torchrun --nproc_per_node=1 -m benchmarks.speculation --shape 7M
-    torchrun --nproc_per_node=1 -m benchmarks.speculation --model runs/stories_full/model --prompt 1 \
-        --prompt_texts "Once upon a time" "One day, a"
 
 64 rows have natural lengths, of a few tokens to the limit; the tail is the time from the end of the 60th row to that of
 the last one.
@@ -17,20 +15,16 @@ Prints medians, minimum and maximum, and ratios of medians and of pairs; the tok
 """
 
 import argparse
-import contextlib
-import io
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hybrid
 from benchmarks import results, tables
-from benchmarks.modes import start_ranks
-from benchmarks.overhead import SHAPES, llama, print_on_rank_0
+from benchmarks.overhead import PLAIN, SHAPES, engine_of, llama
+from benchmarks.ranks import print_on_rank_0, start_ranks
 
 CASES = ("greedy", "same", "random", "full")
 TAIL = 4  # rows
@@ -58,66 +52,45 @@ class Way:
         return batch
 
 
-def engine_of(arguments: argparse.Namespace, speculation: dict | None) -> hybrid.HybridEngine:
-    """An engine over the model that the command line names, with random weights for a shape."""
+def make_engine(shape: str, speculation: dict | None) -> hybrid.HybridEngine:
+    """An engine over a model of a shape with random weights."""
     torch.manual_seed(0)
-    model = (
-        AutoModelForCausalLM.from_pretrained(arguments.model) if arguments.model else llama(*SHAPES[arguments.shape])
-    )
+    model = llama(*SHAPES[shape])
     model.generation_config.eos_token_id = model.config.eos_token_id = None  # rows end by their limits
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-        "zero_optimization": {"stage": 3},
-        "hybrid_engine": {"enabled": True, "max_out_tokens": 4096},
-        "rollout": {"speculation": speculation},
-    }
-    with contextlib.redirect_stdout(io.StringIO()):
-        return hybrid.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    return engine_of(model, {"speculation": speculation}, PLAIN)
 
 
-def prompts_of(arguments: argparse.Namespace, vocabulary: int, rows: int) -> Iterator[torch.Tensor]:
-    """Other prompts each time, int64 [rows, tokens]: random tokens, after one of the texts that were given."""
-    generator = torch.Generator().manual_seed(0)
-    texts = [torch.zeros(0, dtype=torch.int64)]
-    if arguments.prompt_texts:
-        tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-        ids = [tokenizer(text, return_tensors="pt").input_ids[0] for text in arguments.prompt_texts]
-        texts = [own[: min(map(len, ids))] for own in ids]
-    while True:
-        random = torch.randint(10, vocabulary, (rows, arguments.prompt), generator=generator)
-        yield torch.stack([torch.cat([texts[row % len(texts)], own]) for row, own in enumerate(random)])
-
-
-def natural_lengths(rows: int, most: int) -> torch.Tensor:
-    """Lognormal lengths around a fifth of the most, int64 [rows]; the tail's are up to four times as long as others."""
+def natural_lengths(rows: int, longest: int) -> torch.Tensor:
+    """Lognormal lengths around a fifth of `longest`, int64 [rows]; the tail is up to four times as long as others."""
     generator = torch.Generator().manual_seed(1)
-    lengths = torch.empty(rows).log_normal_(mean=torch.tensor(most / 5).log().item(), std=0.5, generator=generator)
-    lengths = lengths.long().clamp(1, most // 2)
-    lengths[:TAIL] = most - torch.arange(TAIL) * (most // 16)
+    lengths = torch.empty(rows).log_normal_(mean=torch.tensor(longest / 5).log().item(), std=0.5, generator=generator)
+    lengths = lengths.long().clamp(1, longest // 2)
+    lengths[:TAIL] = longest - torch.arange(TAIL) * (longest // 16)
     return lengths
 
 
 def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Both ways in turns over the same prompts and seeds: seconds of the tail and the whole, and what was drafted."""
-    ways = [Way(engine_of(arguments, settings)) for settings in (None, {"max_draft": arguments.max_draft})]
-    rows, most = arguments.rows, arguments.new
+    ways = [Way(make_engine(arguments.shape, settings)) for settings in (None, {"max_draft": arguments.max_draft})]
+    rows, longest = arguments.rows, arguments.new
     vocabulary = ways[0].engine.module.config.vocab_size
     sampling = {"temperature": 0.0} if case == "greedy" else {"temperature": arguments.temperature}
-    limits = torch.full((rows,), most) if case == "full" else natural_lengths(rows, most)
-    prompts = prompts_of(arguments, vocabulary, rows)
-    same = next(prompts)[: rows // 4].repeat_interleave(4, dim=0)[torch.randperm(rows)]
+    limits = torch.full((rows,), longest) if case == "full" else natural_lengths(rows, longest)
+    generator = torch.Generator().manual_seed(0)
+
+    def new_prompts() -> torch.Tensor:
+        return torch.randint(10, vocabulary, (rows, arguments.prompt), generator=generator)
+
+    same = new_prompts()[: rows // 4].repeat_interleave(4, dim=0)[torch.randperm(rows)]
     for seed in range(arguments.warm_up + arguments.repetitions):
-        ids, params = (
-            same if case == "same" else next(prompts),
-            hybrid.SamplingParams(max_new_tokens=most, seed=seed, **sampling),
-        )
+        ids = same if case == "same" else new_prompts()
+        params = hybrid.SamplingParams(max_new_tokens=longest, seed=seed, **sampling)
         turn = ways if seed % 2 else ways[::-1]
         batches = [way.rollout(ids, params, limits) for way in turn]
         assert torch.equal(batches[0].completion_ids, batches[1].completion_ids)
     stats = ways[1].engine.stats()
     print_on_rank_0(
-        f"{case}: {arguments.model or arguments.shape}, {rows} rows of up to {most} tokens; drafted "
+        f"{case}: {arguments.shape}, {rows} rows of up to {longest} tokens; drafted "
         f"{stats['drafted_tokens']}, accepted {stats['accepted_tokens']}, saved {stats['saved_steps']:.0f} steps"
     )
     parts = ("tail", "whole")[case == "full" :]
@@ -133,19 +106,13 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Measure what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, rows=64, max_draft=8, repetitions=5)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--shape", choices=SHAPES, default="7M")
-    parser.add_argument("--model", help="directory of a model, instead of random weights of a shape")
-    parser.add_argument("--prompt_texts", nargs="*", help="texts before the random tokens of prompts")
-    parser.add_argument("--prompt", type=int, default=16, help="random tokens of a prompt")
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--new", type=int, default=384, help="the most tokens of a completion")
+    parser.add_argument("--prompt", type=int, default=16, help="tokens of a prompt")
+    parser.add_argument("--new", type=int, default=384, help="maximum tokens of a completion")
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--max_draft", type=int, default=8)
-    parser.add_argument("--warm_up", type=int, default=2, help="rollouts of each way before those that are timed")
-    parser.add_argument("--repetitions", type=int, default=5)
-    results.add_output(parser)
+    parser.add_argument("--warm_up", type=int, default=2, help="untimed rollouts of each way at the beginning")
     arguments = parser.parse_args()
     start_ranks()
     about = results.begin("speculation", arguments)

@@ -7,14 +7,11 @@ run's rise with its standard error over seeds, the KL to the reference, and the 
 completions.
 """
 
-import argparse
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from benchmarks import results, tables
+from benchmarks.processes import run_example
 
 RANKS = 2
 FIGURES = ("objective/scores", "objective/kl", "completions/ref_nll")  # that the table needs of an iteration
@@ -22,26 +19,18 @@ FIGURES = ("objective/scores", "objective/kl", "completions/ref_nll")  # that th
 
 def run(kind: str, model: str, seed: int, directory: Path) -> list[dict[str, float]]:
     """Run PPO on two ranks; returns FIGURES of its iterations."""
-    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={RANKS}", "-m", "rlhf_examples.ppo"]
-    flags = ["--actor_model_name_or_path", model, "--seed", str(seed), "--output_dir", str(directory)]
-    flags += ["--overwrite", "true"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu")}
-    log = directory.with_suffix(".log")
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as output:
-        command = [*launch, f"configs/stories_{kind}.yaml", *flags]
-        subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=True)
+    flags = [f"configs/stories_{kind}.yaml", "--actor_model_name_or_path", model, "--seed", str(seed)]
+    flags += ["--output_dir", str(directory), "--overwrite", "true"]
+    run_example("rlhf_examples.ppo", flags, RANKS, directory.with_suffix(".log"))
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [{name: row[name] for name in FIGURES} for row in rows]
+    return [{name: row[name] for name in FIGURES} for row in rows if row["iteration"]]
 
 
 def main() -> None:
     """Run every seed and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, seeds=3)
     parser.add_argument("--model", required=True, help="directory of stories260K")
-    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--output_dir", type=Path, default=Path("runs/stories"))
-    results.add_output(parser)
     args = parser.parse_args()
     result = results.begin("stories", args, ranks=RANKS, threads=1)
     result["runs"] = {

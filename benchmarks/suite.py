@@ -13,12 +13,10 @@ named; without vLLM's environment rollouts are measured without vLLM. The exit c
 """
 
 import argparse
-import importlib.util
 import json
+import math
 import os
 import shlex
-import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -27,13 +25,14 @@ from pathlib import Path
 import torch
 
 from benchmarks.machine import machine
-from benchmarks.results import RESULTS, ROOT, commit
+from benchmarks.processes import has_package, run_limited
+from benchmarks.results import RESULTS, ROOT, commit, parser
 
 VLLM = ROOT / ".venv-vllm" / "bin" / "python"
 STORIES = Path("../shared/models/stories260K")
 LOGS = ROOT / "runs" / "bench"
 PATIENCE = 5  # times the expected minutes, after which a run is ended
-LEAST_MINUTES = 15.0  # before that: a first run also compiles the kernels
+MIN_MINUTES = 15.0  # before that: a first run also compiles the kernels
 GRACE_S = 40.0  # torchrun gives its ranks 30 s to end, then kills them
 
 
@@ -63,7 +62,7 @@ class Run:
     @property
     def missing(self) -> str:
         """What it needs and this machine does not have, or ""."""
-        present = (ROOT / self.needs).exists() if "/" in self.needs else not self.needs or package(self.needs)
+        present = (ROOT / self.needs).exists() if "/" in self.needs else not self.needs or has_package(self.needs)
         return "" if present else self.needs
 
 
@@ -73,68 +72,41 @@ SHORT_CASES = (
 )
 LONG_CASES = '"120M bf16 b1 prompt 8192" "120M bf16 b16 prompt 2048" "0.5B bf16 b16"'
 WAYS_TO_HOLD_WEIGHTS = (
-    'pinned streaming "pinned, LoRA merged" "pinned, LoRA unmerged" "GatheredParameters(all) + Hugging Face" '
-    '"ZeRO-3 that keeps all + Hugging Face" "plain ZeRO-3 Hugging Face"'
+    '--sequences 32 --contenders pinned streaming "pinned, LoRA merged" "pinned, LoRA unmerged" '
+    '"GatheredParameters(all) + Hugging Face" "ZeRO-3 that keeps all + Hugging Face" "plain ZeRO-3 Hugging Face"'
 )
-TENSOR_PARALLEL_FLAGS = (
+TENSOR_PARALLEL = (
     '--contenders pinned "tensor parallel" streaming "pinned, native" "tensor parallel, native" --sequences 16 '
     "--new_tokens 32 --rounds 3"
 )
+WAYS_TO_TRAIN = '--ways "all weights learn" "LoRA, merged" "LoRA, unmerged" "native, LoRA"'
+ROLLOUTS = "--contenders hybrid hybrid-new-weights hf {vllm} --rounds 3"
 TRL_CONTENDERS = '--contenders "TRL\'s default: gather all, Hugging Face" "hybrid.install()" rollout_func'
+TRL_120M = "--steps 2 --rounds 3"
 INFERENCE = "--contenders fused int8 hf hf-compiled"
 
 # What `docs/benchmarks.md` shows, most informative first.
 RUNS = (
-    Run(
-        "rollout",
-        "rollout",
-        f"--cases {SHORT_CASES} --contenders hybrid hybrid-new-weights hf {{vllm}} --rounds 3",
-        25,
-        threads=2,
+    Run("rollout", "rollout", f"--cases {SHORT_CASES} {ROLLOUTS}", 25, 0, 2),
+    Run("trl_step", "trl_step", f"--shape 10M --rounds 5 {TRL_CONTENDERS}", 5, 2, needs="trl"),
+    Run("trl_step-120M", "trl_step", f"--shape 120M --sequences 8 {TRL_120M} {TRL_CONTENDERS}", 5, 2, needs="trl"),
+    Run("modes-10M", "modes", f"--shape 10M --new_tokens 32 --rounds 5 {WAYS_TO_HOLD_WEIGHTS}", 3, 2),
+    Run("modes-120M", "modes", f"--shape 120M --dtype bf16 --new_tokens 16 --rounds 2 {WAYS_TO_HOLD_WEIGHTS}", 8, 2),
+    Run("rollout-long", "rollout", f"--cases {LONG_CASES} --contenders hybrid {{vllm}} --rounds 2", 10, 0, 2),
+    *(
+        Run(f"tp-{shape}-{dtype}", "modes", f"--shape {shape} --dtype {dtype} {TENSOR_PARALLEL}", minutes, 2)
+        for shape, minutes in (("10M", 1), ("120M", 3))
+        for dtype in ("f32", "bf16")
     ),
-    Run("trl_step", "trl_step", f"--shape 10M --rounds 5 {TRL_CONTENDERS}", 5, ranks=2, needs="trl"),
-    Run(
-        "trl_step-120M",
-        "trl_step",
-        f"--shape 120M --sequences 8 --steps 2 --rounds 3 {TRL_CONTENDERS}",
-        5,
-        ranks=2,
-        needs="trl",
+    Run("overhead", "overhead", f"--turns 7 {WAYS_TO_TRAIN}", 5, 2),
+    *(Run(f"real_size-{kind}", "real_size", f"--containers {kind}", 5, 2) for kind in ("fused", "native")),
+    *(
+        Run(f"inference-b{rows}", "inference", f"--rows {rows} {INFERENCE} --rounds {rounds}", minutes, 0, 2)
+        for rows, rounds, minutes in ((1, 5, 3), (16, 3, 4), (64, 3, 7))
     ),
-    Run(
-        "modes-10M",
-        "modes",
-        f"--shape 10M --sequences 32 --new_tokens 32 --rounds 5 --contenders {WAYS_TO_HOLD_WEIGHTS}",
-        3,
-        ranks=2,
-    ),
-    Run(
-        "modes-120M",
-        "modes",
-        f"--shape 120M --dtype bf16 --sequences 32 --new_tokens 16 --rounds 2 --contenders {WAYS_TO_HOLD_WEIGHTS}",
-        8,
-        ranks=2,
-    ),
-    Run("rollout-long", "rollout", f"--cases {LONG_CASES} --contenders hybrid {{vllm}} --rounds 2", 10, threads=2),
-    Run("tp-10M-f32", "modes", f"--shape 10M {TENSOR_PARALLEL_FLAGS}", 1, ranks=2),
-    Run("tp-10M-bf16", "modes", f"--shape 10M --dtype bf16 {TENSOR_PARALLEL_FLAGS}", 1, ranks=2),
-    Run("tp-120M-f32", "modes", f"--shape 120M {TENSOR_PARALLEL_FLAGS}", 3, ranks=2),
-    Run("tp-120M-bf16", "modes", f"--shape 120M --dtype bf16 {TENSOR_PARALLEL_FLAGS}", 3, ranks=2),
-    Run(
-        "overhead",
-        "overhead",
-        '--turns 7 --ways "all weights learn" "LoRA, merged" "LoRA, unmerged" "native, LoRA"',
-        5,
-        ranks=2,
-    ),
-    Run("real_size-fused", "real_size", "", 5, ranks=2),
-    Run("real_size-native", "real_size", "--containers native", 5, ranks=2),
-    Run("inference-b1", "inference", f"--rows 1 {INFERENCE}", 3, threads=2),
-    Run("inference-b16", "inference", f"--rows 16 {INFERENCE} --rounds 3", 4, threads=2),
-    Run("inference-b64", "inference", f"--rows 64 {INFERENCE} --rounds 3", 7, threads=2),
-    Run("rollout_features-turns", "rollout_features", "turns", 3, ranks=1),
-    Run("rollout_features-partial", "rollout_features", "partial", 2, ranks=1),
-    Run("speculation", "speculation", "--shape 7M", 4, ranks=1),
+    Run("rollout_features-turns", "rollout_features", "turns", 3, 1),
+    Run("rollout_features-partial", "rollout_features", "partial", 2, 1),
+    Run("speculation", "speculation", "--shape 7M", 4, 1),
     Run("demo_seeds", "demo_seeds", "", 18),
     Run("stories", "stories", "--model {stories}", 12, needs=f"{STORIES}/config.json"),
 )
@@ -143,11 +115,6 @@ RUNS = (
 def vllm_contender() -> str:
     """vLLM, if its environment is here."""
     return "vllm" if VLLM.is_file() else ""
-
-
-def package(name: str) -> bool:
-    """Whether a package is installed."""
-    return importlib.util.find_spec(name) is not None
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -188,31 +155,14 @@ def measure(run: Run, output: Path) -> str:
     LOGS.mkdir(parents=True, exist_ok=True)
     written, log = LOGS / output.name, LOGS / f"{run.name}.log"
     written.unlink(missing_ok=True)
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": str(run.threads),
-        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
-    }
-    if not torch.cuda.is_available():
-        environment["DS_ACCELERATOR"] = "cpu"
-    start, limit_s = time.monotonic(), 60 * max(PATIENCE * run.minutes, LEAST_MINUTES)
+    variables = {"OMP_NUM_THREADS": str(run.threads), "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    variables |= {} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"}
+    start, limit_s = time.monotonic(), 60 * max(PATIENCE * run.minutes, MIN_MINUTES)
     print(f"{run.name}: about {run.minutes:g} minutes", end="", flush=True)
-    with log.open("w") as stream:
-        process = subprocess.Popen(
-            run.command(written),
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            cwd=ROOT,
-            start_new_session=True,
-        )
-        try:
-            exit_code = process.wait(limit_s)
-            reason = f"ended with code {exit_code}" if exit_code else "" if written.is_file() else "wrote no result"
-        except subprocess.TimeoutExpired:
-            reason = f"did not end within {limit_s / 60:.0f} minutes"
-        finally:
-            end_session(process)
+    code = run_limited(run.command(written), log, limit_s, {**os.environ, **variables}, GRACE_S)
+    late = f"did not end within {limit_s / 60:.0f} minutes"
+    reason = late if code is None else f"ended with code {code}" if code else ""
+    reason = reason or ("" if written.is_file() else "wrote no result")
     print(f"; took {(time.monotonic() - start) / 60:.1f}{f'; {reason}' if reason else ''}", flush=True)
     if not reason:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -220,29 +170,16 @@ def measure(run: Run, output: Path) -> str:
     return reason
 
 
-def end_session(process: subprocess.Popen) -> None:
-    """End a process that still runs, and those that it started. It has a moment to release its locks."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = parser(__doc__, output=False)
     names = [run.name for run in RUNS]
-    parser.add_argument("--only", nargs="+", choices=names, metavar="RUN", help=f"some of: {', '.join(names)}")
-    parser.add_argument(
-        "--minutes", type=float, default=float("inf"), help="of all runs of this call; default: no limit"
-    )
-    parser.add_argument("--retry", action="store_true", help="measure again what has a result of this commit")
-    parser.add_argument("--list", action="store_true", help="print what would run")
-    parser.add_argument("--directory", type=Path, default=RESULTS, help="of the results")
-    return parser.parse_args(arguments)
+    flags.add_argument("--only", nargs="+", choices=names, metavar="RUN", help=f"some of: {', '.join(names)}")
+    flags.add_argument("--minutes", type=float, default=math.inf, help="of all runs of this call; default: no limit")
+    flags.add_argument("--retry", action="store_true", help="measure again what has a result of this commit")
+    flags.add_argument("--list", action="store_true", help="print what would run")
+    flags.add_argument("--directory", type=Path, default=RESULTS, help="of the results")
+    return flags.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -1,39 +1,50 @@
 """Every benchmark's result as Markdown tables: what it prints, and what `docs/benchmarks.md` shows.
 
-A function takes the content of a JSON file (see `benchmarks.results`) and returns lines. Times are medians (minimum–
-maximum); a ratio is that of two medians.
+A function takes the content of one JSON file, or of several (see `benchmarks.results`), and returns lines. Times are
+medians (minimum–maximum); a ratio is that of two medians.
 """
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
 from typing import Any
 
-from benchmarks.results import Spread
+from benchmarks.results import Spread, quotient
 
-MIB = 2**20
 EDGE = 5  # iterations of PPO at the beginning and at the end that are compared
 STANDARD_ERROR = "_stderr"  # suffix of figures that are the standard error, within a run, of another figure
-BASE_WAYS = {
-    "pinned": "",
-    "pinned, native": ", native",
-}  # with whole weights: the suffix of the names of ways to compare with them
 
 
-def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
-    """A table. Its first column has names."""
+def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> list[str]:
+    """A table. A cell is a text, or a ratio of two medians; None is shown as a dash."""
+
+    def line(cells: Iterable[Any]) -> str:
+        texts = ("–" if cell is None else f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells)
+        return f"| {' | '.join(texts)} |"
+
     head = list(head)
-    return [f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
+    return [line(head), "|---" * len(head) + "|", *map(line, rows)]
 
 
-def ratio(base: Any, measured: Any, form: str = ".2f") -> str:
-    """How many times as long the median of `base` is."""
-    return f"{Spread.of(base).median / Spread.of(measured).median:{form}}"
+def with_head(*head: str) -> Callable[[Callable[..., Iterator]], Callable[..., list[str]]]:
+    """Make a function that yields rows one that returns their table."""
+    return lambda rows_of: wraps(rows_of)(lambda *results: table(head, rows_of(*results)))
+
+
+def show(values: Any, form: str = ".2f") -> str:
+    """Median (minimum–maximum) of measurements."""
+    return Spread.of(values).show(form)
 
 
 def rate(seconds: Any, count: float, form: str = ".0f") -> str:
     """`count` per second, of measured seconds."""
     return Spread.of(seconds).per(count).show(form)
+
+
+def mebibytes(size: float, form: str = ".0f") -> str:
+    """Bytes as MiB."""
+    return f"{size / 2**20:{form}}"
 
 
 def captions(*results: dict[str, Any]) -> list[str]:
@@ -67,71 +78,79 @@ def described(result: dict[str, Any]) -> list[str]:
     ]
 
 
+# `benchmarks.rollout` and `benchmarks.inference`
+
+
 def rollouts(result: dict[str, Any]) -> list[str]:
     """Tokens a second in each case, this engine's ratios, and its share of the roofline."""
     named = {"hybrid": "this engine", "hybrid-new-weights": "new weights", "hf": "Hugging Face", "vllm": "vLLM"}
-    contenders = [name for name in named if any(name in case["results"] for case in result["cases"])]
-    bases = [name for name in ("hf", "vllm") if name in contenders]
-    head = ["case", *(named[name] for name in contenders), *(f"× {named[name]}" for name in bases)]
+    names = [name for name in named if any(name in case["results"] for case in result["cases"])]
+    bases = [name for name in ("hf", "vllm") if name in names]
     rows = []
     for case in result["cases"]:
-        timings = case["results"]
-        rates = [
-            rate(timings[name]["seconds"], case["tokens"], rate_form(case)) if name in timings else "–"
-            for name in contenders
-        ]
-        ours = timings["hybrid"]
-        ratios = [ratio(timings[name]["seconds"], ours["seconds"]) if name in timings else "–" for name in bases]
-        share = ours["roofline"]
-        rows.append([case["name"], *rates, *ratios, f"{share:.0%}" if share else "–"])
-    return markdown([*head, "of the roofline"], rows)
+        share = case["results"]["hybrid"]["roofline"]
+        ratios = [case_ratio(case, name) for name in bases]
+        rows.append([case["name"], *case_rates(case, names), *ratios, f"{share:.0%}" if share else None])
+    return table(["case", *map(named.get, names), *(f"× {named[name]}" for name in bases), "of the roofline"], rows)
 
 
-def rate_form(case: dict[str, Any]) -> str:
-    """Tokens a second are shown with a digit after the point where this engine makes fewer than ten."""
-    return ".0f" if case["tokens"] / Spread.of(case["results"]["hybrid"]["seconds"]).median >= 10 else ".1f"
-
-
-def first_tokens(result: dict[str, Any]) -> list[str]:
+@with_head("case", "this engine", "vLLM", "× vLLM", "first token, s: this engine", "vLLM")
+def first_tokens(result: dict[str, Any]) -> Iterator[list]:
     """Cases in which prompts take most of the time: tokens a second, and seconds to the first token."""
-    head = ["case", "this engine", "vLLM", "× vLLM", "first token, s: this engine", "vLLM"]
-    rows = []
+    names = ("hybrid", "vllm")
     for case in result["cases"]:
-        cells = [case["name"]]
-        ours, vllm = timings = [case["results"].get(name) for name in ("hybrid", "vllm")]
-        cells += [rate(each["seconds"], case["tokens"], rate_form(case)) if each else "–" for each in timings]
-        cells.append(ratio(vllm["seconds"], ours["seconds"]) if vllm else "–")
-        rows.append([*cells, *(f"{each['first_token_s']:.1f}" if each else "–" for each in timings)])
-    return markdown(head, rows)
+        timings = [case["results"].get(name) for name in names]
+        firsts = [timing and f"{timing['first_token_s']:.1f}" for timing in timings]
+        yield [case["name"], *case_rates(case, names), case_ratio(case, "vllm"), *firsts]
 
 
-def inference(results: list[dict[str, Any]]) -> list[str]:
+def case_rates(case: dict[str, Any], names: Iterable[str]) -> list[str | None]:
+    """Tokens a second of contenders, with a digit after the point where this engine makes fewer than ten."""
+    timings, tokens = case["results"], case["tokens"]
+    form = ".0f" if tokens / Spread.of(timings["hybrid"]["seconds"]).median >= 10 else ".1f"
+    return [rate(timings[name]["seconds"], tokens, form) if name in timings else None for name in names]
+
+
+def case_ratio(case: dict[str, Any], base: str) -> float | None:
+    """This engine's tokens a second over those of `base`."""
+    timings = case["results"]
+    return quotient(timings[base]["seconds"], timings["hybrid"]["seconds"]) if base in timings else None
+
+
+@with_head("model, rows × prompt", "", "prefill, tokens/s", "× hf", "decode, tokens/s", "× hf")
+def inference(*results: dict[str, Any]) -> Iterator[list]:
     """Tokens a second of prefill and decode, one result for each number of rows; ratios to Hugging Face in the same
     dtype."""
-    rows = []
     for result in sorted(results, key=lambda result: result["args"]["rows"]):
-        args = result["args"]
-        tokens = {
-            "prefill": args["rows"] * args["prompt_len"],
-            "decode": args["rows"] * (args["new_tokens"] - 1),
-        }
+        args, base = result["args"], result["seconds"].get("hf")
+        counts = {"prefill": args["prompt_len"], "decode": args["new_tokens"] - 1}
         for name, seconds in result["seconds"].items():
             cells = [f"{args['shape']} {args['dtype']}, {args['rows']} × {args['prompt_len']}", name]
-            for phase, count in tokens.items():
-                base = result["seconds"].get("hf")
-                cells.append(rate(seconds[phase], count))
-                cells.append(ratio(base[phase], seconds[phase]) if base else "–")
-            rows.append(cells)
-    return markdown(["model, rows × prompt", "", "prefill, tokens/s", "× hf", "decode, tokens/s", "× hf"], rows)
+            for phase, count in counts.items():
+                cells.append(rate(seconds[phase], args["rows"] * count))
+                cells.append(quotient(base[phase], seconds[phase]) if base else None)
+            yield cells
 
 
-def modes_title(result: dict[str, Any]) -> str:
-    """A sentence that says what was measured."""
-    args = result["args"]
-    return (
+# `benchmarks.modes` and `benchmarks.trl_step`
+
+
+def modes(result: dict[str, Any]) -> list[str]:
+    """The switch and the rollout in each way; tokens a second include the switch; ratios are to the last way."""
+    args, ways, rows = result["args"], result["results"], []
+    last = list(ways)[-1]
+    for name, way in ways.items():
+        switch, rollout = way["switch_s"], way["rollout_s"]
+        mib = None if way["gathered_mib"] is None else f"{way['gathered_mib']:.0f}"
+        ratio = quotient(ways[last]["rollout_s"], rollout)
+        rows.append(
+            [name, show(switch), f"{quotient(switch, rollout):.1%}", mib, rate(rollout, tokens_of(result)), ratio]
+        )
+    title = (
         f"{result['parameters'] / 1e6:.0f}M parameters, {args['dtype']}; {args['sequences']} sequences a rank, "
-        f"{args['prompt_length']} + {args['new_tokens']} tokens; {args['rounds']} rounds in turns"
+        f"{args['prompt_length']} + {args['new_tokens']} tokens; {args['rounds']} rounds in turns:"
     )
+    return [title, "", *table(["", "switch, s", "of a rollout", "gathered, MiB", "tokens/s", f"× {last}"], rows)]
 
 
 def tokens_of(result: dict[str, Any]) -> int:
@@ -139,136 +158,105 @@ def tokens_of(result: dict[str, Any]) -> int:
     return result["args"]["sequences"] * result["args"]["new_tokens"] * result["machine"]["ranks"]
 
 
-def modes(result: dict[str, Any]) -> list[str]:
-    """The switch and the rollout in each way; tokens a second include the switch; ratios are to the last way."""
-    ways, tokens = result["results"], tokens_of(result)
-    last = list(ways.values())[-1]["rollout_s"]
-    rows = []
-    for name, way in ways.items():
-        switch, rollout = Spread.of(way["switch_s"]), Spread.of(way["rollout_s"])
-        gathered = "–" if way["gathered_mib"] is None else f"{way['gathered_mib']:.0f}"
-        cells = [name, switch.show(), f"{switch.median / rollout.median:.1%}", gathered]
-        rows.append([*cells, rate(way["rollout_s"], tokens), ratio(last, way["rollout_s"])])
-    return markdown(["", "switch, s", "of a rollout", "gathered, MiB", "tokens/s", f"× {list(ways)[-1]}"], rows)
-
-
-def tensor_parallel(results: list[dict[str, Any]]) -> list[str]:
+@with_head("", "pinned", "tensor parallel", "of pinned", "streaming", "of pinned")
+def tensor_parallel(*results: dict[str, Any]) -> Iterator[list]:
     """Tokens a second of whole weights, slices and layers, and their ratios to whole weights; with the fused decoder
     and with the model's own layers. One result for each model and dtype."""
-    rows = []
     for result in results:
-        ways, tokens = result["results"], tokens_of(result)
-        for base, suffix in BASE_WAYS.items():
-            if base not in ways:
-                continue
-            cells = [rate(ways[base]["rollout_s"], tokens)]
-            for name in (f"tensor parallel{suffix}", f"streaming{suffix}"):
-                seconds = ways[name]["rollout_s"] if name in ways else None
-                cells.append(rate(seconds, tokens) if seconds else "–")
-                cells.append(ratio(ways[base]["rollout_s"], seconds) if seconds else "–")
-            layers = ", the model's own layers" * bool(suffix)
-            rows.append([f"{result['parameters'] / 1e6:.0f}M, {result['args']['dtype']}{layers}", *cells])
-    return markdown(["", "pinned", "tensor parallel", "of pinned", "streaming", "of pinned"], rows)
+        for suffix, layers in (("", ""), (", native", ", the model's own layers")):
+            ways = [result["results"].get(f"{way}{suffix}") for way in ("pinned", "tensor parallel", "streaming")]
+            whole, *others = (way and way["rollout_s"] for way in ways)
+            if whole:
+                cells = [f"{result['parameters'] / 1e6:.0f}M, {result['args']['dtype']}{layers}"]
+                cells += [rate(whole, tokens_of(result))]
+                for each in others:
+                    cells += [rate(each, tokens_of(result)), quotient(whole, each)] if each else [None, None]
+                yield cells
 
 
 def trl_step(result: dict[str, Any]) -> list[str]:
     """Seconds of a step and of generation in it; ratios are to the first way."""
-    ways = result["contenders"]
+    ways, phases = result["contenders"], ("step_s", "generate_s")
     first = next(iter(ways.values()))
     rows = [
-        [
-            name,
-            *(Spread.of(way[phase]).show() for phase in ("step_s", "generate_s")),
-            *(ratio(first[phase], way[phase]) for phase in ("step_s", "generate_s")),
-        ]
+        [name, *(show(way[phase]) for phase in phases), *(quotient(first[phase], way[phase]) for phase in phases)]
         for name, way in ways.items()
     ]
-    return markdown(["", "step, s", "generation in it, s", "× step", "× generation"], rows)
+    return [f"{result['title']}:", "", *table(["", "step, s", "generation in it, s", "× step", "× generation"], rows)]
 
 
-def windows(result: dict[str, Any]) -> list[str]:
-    """The fixed cost of a call: the least of its repetitions."""
-    rows = [
-        [
-            f"{window['layers']} layers, {window['modules']} modules, {window['hooks']} hooks of DeepSpeed",
-            *(f"{least(window[name]):.1f}" for name in ("empty_ms", "gather_ms")),
-        ]
-        for window in result["windows"]
-    ]
-    return markdown(["", "an empty `inference()`, ms", "one that gathers everything, ms"], rows)
+TRAINING = "shape", "group", "prompt", "completion", "forward", "seconds", "× padded", "tokens", "peak, MiB", "KL"
 
 
-def least(values: list[float] | dict[str, float]) -> float:
-    """The minimum of measurements, or the one that is known of lost ones."""
-    return values["min"] if isinstance(values, dict) else min(values)
+@with_head(*TRAINING)
+def training(*results: dict[str, Any]) -> Iterator[list]:
+    """Seconds of a forward and backward, its peak, and how far its logprobs are from the sampler's."""
+    for result in results:
+        for case in result["cases"]:
+            shape = [result["shape"], *(case[name] for name in ("group", "prompt_len", "completion_len"))]
+            first = next(iter(case["contenders"].values()))
+            for name, way in case["contenders"].items():
+                peak = None if way["peak_bytes"] is None else mebibytes(way["peak_bytes"])
+                times = show(way["seconds"]), quotient(first["seconds"], way["seconds"]), way["token_ratio"]
+                yield [*shape, name, *times, peak, f"{way['kl']:.1e}" if way["kl"] else "0.0"]
 
 
-def plans(result: dict[str, Any]) -> list[str]:
+# The other benchmarks on CPUs
+
+
+@with_head("", "an empty `inference()`, ms", "one that gathers everything, ms")
+def windows(result: dict[str, Any]) -> Iterator[list]:
+    """The fixed cost of a call: the minimum of its repetitions."""
+    for window in result["windows"]:
+        name = f"{window['layers']} layers, {window['modules']} modules, {window['hooks']} hooks of DeepSpeed"
+        yield [name, *(f"{Spread.of(window[name]).min:.1f}" for name in ("empty_ms", "gather_ms"))]
+
+
+@with_head("", "plan, MiB", "peak, MiB", "plan / peak")
+def plans(result: dict[str, Any]) -> Iterator[list]:
     """The memory plan against the measured peak."""
-    rows = [
-        [f"{plan['shape']}, {plan['way']}", *mebibytes(plan["planned"], plan["peak"]), quotient(plan)]
-        for plan in result["plans"]
-    ]
-    return markdown(["", "plan, MiB", "peak, MiB", "plan / peak"], rows)
+    for plan in result["plans"]:
+        planned, peak = plan["planned"], plan["peak"]
+        yield [f"{plan['shape']}, {plan['way']}", mebibytes(planned, ".1f"), mebibytes(peak, ".1f"), planned / peak]
 
 
-def quotient(plan: dict[str, Any]) -> str:
-    """The plan over the peak."""
-    return f"{plan['planned'] / plan['peak']:.2f}"
-
-
-def mebibytes(*sizes: float) -> list[str]:
-    """Bytes as MiB."""
-    return [f"{size / MIB:.1f}" for size in sizes]
-
-
-def real_size(results: list[dict[str, Any]]) -> list[str]:
+def real_size(*results: dict[str, Any]) -> list[str]:
     """A step at a real size, a column for each result."""
-    firsts = [result["ranks"][0] for result in results]
-    rows = [
-        [
-            "rollout, tokens/s",
-            *(
-                f"{sum(rank['tokens'] for rank in result['ranks']) / first['seconds']['rollout']:.1f}"
-                for result, first in zip(results, firsts, strict=True)
-            ),
-        ],
-        *(
-            [f"{phase}, s", *(f"{first['seconds'][phase]:.1f}" for first in firsts)]
-            for phase in firsts[0]["seconds"]
-            if phase != "rollout"
-        ),
-        ["inference's memory, MiB: planned", *(f"{first['planned'] / MIB:.0f}" for first in firsts)],
-        [
-            "measured, of each rank",
-            *(", ".join(f"{rank['measured'] / MIB:.0f}" for rank in result["ranks"]) for result in results),
-        ],
-    ]
-    return markdown(["", *(result["args"]["containers"] for result in results)], rows)
+    columns = []
+    for ranks in (result["ranks"] for result in results):
+        seconds = dict(ranks[0]["seconds"])
+        column = {"rollout, tokens/s": f"{sum(rank['tokens'] for rank in ranks) / seconds.pop('rollout'):.1f}"}
+        column |= {f"{phase}, s": f"{value:.1f}" for phase, value in seconds.items()}
+        column["inference's memory, MiB: planned"] = mebibytes(ranks[0]["planned"])
+        column["measured, of each rank"] = ", ".join(mebibytes(rank["measured"]) for rank in ranks)
+        columns.append(column)
+    rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
+    return table(["", *(result["args"]["containers"] for result in results)], rows)
 
 
 def rollout_features(result: dict[str, Any]) -> list[str]:
     """Each way's measurements, and how many times better it is than the first one."""
-    measured, form = result["measured"], ".0f" if result["more_is_better"] else ".3f"
-    first = next(iter(measured.values()))
-    rows = []
+    measured, more = result["measured"], result["more_is_better"]
+    first, rows = next(iter(measured.values())), []
     for name, values in measured.items():
-        better = ratio(values, first) if result["more_is_better"] else ratio(first, values)
-        share = Spread.of(result["shares"][name]).median
-        rows.append([name, Spread.of(values).show(form), better, f"{share:.1%}"])
-    return markdown([result["title"], result["unit"], "×", result["share_of"]], rows)
+        ratio = quotient(values, first) if more else quotient(first, values)
+        share = f"{Spread.of(result['shares'][name]).median:.1%}"
+        rows.append([name, show(values, ".0f" if more else ".3f"), ratio, share])
+    return table([result["title"], result["unit"], "×", result["share_of"]], rows)
 
 
-def speculation(result: dict[str, Any]) -> list[str]:
+@with_head("", "without, s", "speculating, s", "× (pairs)")
+def speculation(result: dict[str, Any]) -> Iterator[list]:
     """Seconds without and with speculation, of the last rows and of whole rollouts; ratios of medians and of pairs."""
-    rows = []
-    for case, measured in result["cases"].items():
-        for part in measured["without"]:
-            without, speculating = measured["without"][part], measured["speculating"][part]
-            pairs = sorted(first / second for first, second in zip(without, speculating, strict=True))
-            cells = [f"{case}, {part}", Spread.of(without).show(".3f"), Spread.of(speculating).show(".3f")]
-            rows.append([*cells, f"{ratio(without, speculating)} ({pairs[0]:.2f}–{pairs[-1]:.2f})"])
-    return markdown(["", "without, s", "speculating, s", "× (pairs)"], rows)
+    for case, ways in result["cases"].items():
+        for part, without in ways["without"].items():
+            speculating = ways["speculating"][part]
+            pairs = Spread.of([first / second for first, second in zip(without, speculating, strict=True)])
+            ratios = f"{quotient(without, speculating):.2f} ({pairs.min:.2f}–{pairs.max:.2f})"
+            yield [f"{case}, {part}", show(without, ".3f"), show(speculating, ".3f"), ratios]
+
+
+# Training over seeds
 
 
 def mean_and_error(values: list[float]) -> tuple[float, float]:
@@ -281,19 +269,23 @@ def mean_and_error(values: list[float]) -> tuple[float, float]:
 def demo_seeds(result: dict[str, Any]) -> list[str]:
     """The mean ± standard error over seeds of each figure of the summaries, and the value of each seed. Speeds are left
     out: they differ by the machine's load."""
-    summaries = result["summaries"]
-    rows = []
+    summaries, rows = result["summaries"], []
     for name in next(iter(summaries.values())):
         if not name.endswith((STANDARD_ERROR, "_per_second")):
             values = [summary[name] for summary in summaries.values()]
             mean, error = mean_and_error(values)
-            rows.append([name, f"{figure(mean)} ± {figure(error, '.2g')}", *map(figure, values)])
-    return markdown(["figure", "mean ± standard error", *(f"seed {seed}" for seed in summaries)], rows)
+            rows.append([name, f"{number(mean)} ± {number(error, '.2g')}", *map(number, values)])
+    return table(["figure", "mean ± standard error", *(f"seed {seed}" for seed in summaries)], rows)
 
 
-def figure(value: float, form: str = ".4g") -> str:
+def number(value: float, form: str = ".4g") -> str:
     """A number of any size, without an exponent."""
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:{form}}"
+
+
+def mean_of(runs: Iterable[list[dict[str, float]]], name: str) -> float:
+    """The mean of a figure over all iterations of runs."""
+    return statistics.mean(row[name] for run in runs for row in run)
 
 
 def rise(runs: list[list[dict[str, float]]]) -> tuple[float, float]:
@@ -301,31 +293,79 @@ def rise(runs: list[list[dict[str, float]]]) -> tuple[float, float]:
 
     The iterations of a run are correlated, so a run counts as one sample. Raises ValueError for fewer than two.
     """
-    scores = [[row["objective/scores"] for row in rows] for rows in runs]
-    return mean_and_error(
-        [statistics.mean(of_run[-EDGE:]) - statistics.mean(of_run[:EDGE]) for of_run in scores],
-    )
+    score = "objective/scores"
+    return mean_and_error([mean_of([run[-EDGE:]], score) - mean_of([run[:EDGE]], score) for run in runs])
 
 
-def stories(result: dict[str, Any]) -> list[str]:
+STORIES = f"score, first {EDGE}", f"score, last {EDGE}", "rise ± standard error", f"KL, last {EDGE}, and maximum"
+
+
+@with_head("training", *STORIES, "reference perplexity, first and last")
+def stories(result: dict[str, Any]) -> Iterator[list]:
     """Scores, KL and the reference model's perplexity for each kind of training."""
-    rows = []
     for kind, runs in result["runs"].items():
-        first = [row["objective/scores"] for run in runs for row in run[:EDGE]]
-        last = [row["objective/scores"] for run in runs for row in run[-EDGE:]]
-        rises, error = rise(runs)
-        kl = [row["objective/kl"] for run in runs for row in run[-EDGE:]]
-        most = max(row["objective/kl"] for run in runs for row in run)
-        perplexities = [math.exp(statistics.mean(run[i]["completions/ref_nll"] for run in runs)) for i in (0, -1)]
-        rows.append(
-            [
-                kind,
-                f"{statistics.mean(first):.2f}",
-                f"{statistics.mean(last):.2f}",
-                f"{rises:.2f} ± {error:.2f}",
-                f"{statistics.mean(kl):.1f}, {most:.1f} nats a sequence",
-                f"{perplexities[0]:.2f}, {perplexities[1]:.2f}",
-            ]
-        )
-    head = [f"score, first {EDGE}", f"score, last {EDGE}", "rise ± standard error", f"KL, last {EDGE}, and most"]
-    return markdown(["training", *head, "reference perplexity, first and last"], rows)
+        edges = [[run[edge] for run in runs] for edge in (slice(EDGE), slice(-EDGE, None))]
+        nats = [mean_of(([run[index]] for run in runs), "completions/ref_nll") for index in (0, -1)]
+        highest = max(row["objective/kl"] for run in runs for row in run)
+        kl = f"{mean_of(edges[1], 'objective/kl'):.1f}, {highest:.1f} nats a sequence"
+        scores = [mean_of(edge, "objective/scores") for edge in edges]
+        yield [kind, *scores, "{:.2f} ± {:.2f}".format(*rise(runs)), kl, ", ".join(f"{math.exp(n):.2f}" for n in nats)]
+
+
+# `benchmarks.gpu`
+
+GPU_HEADS = {
+    "rollout": "case, contender, prefill ms (min–max), of GEMM, step ms (min–max), of copy, tokens/s, note".split(", "),
+    "switch": "case, switch ms (min–max), gather ms, merge ms, snapshot GiB, of copy, note".split(", "),
+}
+
+
+def gpu(result: dict[str, Any]) -> list[str]:
+    """The device's rates, a table of rollouts, one of switches, both of the latest code, and what was not measured.
+
+    Shares of the device's rates: FLOPs of the prompts / (GEMM rate x time); bytes that a step must read, or twice the
+    snapshot's bytes, / (copy rate x time).
+    """
+    run, left = result["runs"][-1], result["not_measured"]
+    kinds: dict[str, list[list[str]]] = {"rollout": [], "switch": []}
+    for row in result["rows"]:
+        if row["code"] == run["code"]:
+            figures = ["–"] * 5 if "error" in row else gpu_cells(row)
+            name = [row["case"], row["contender"]][: 2 if row["kind"] == "rollout" else 1]
+            note = " ".join((row.get("error") or row["note"]).replace("|", "/").split())
+            kinds[row["kind"]].append([*name, *figures, note])
+    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    return [
+        f"{run['hardware']}: copies {run['copy_bytes_per_s'] / 1e9:.0f} GB/s (read and written), multiplies "
+        f"{run['gemm_flops_per_s'] / 1e12:.3g} TFLOP/s in bfloat16; {versions}; commit {run['commit'] or 'unknown'}, "
+        f"code {run['code']}",
+        "",
+        *table(GPU_HEADS["rollout"], kinds["rollout"]),
+        "",
+        *table(GPU_HEADS["switch"], kinds["switch"]),
+        *(["", f"Not measured, call again: {'; '.join(left)}."] if left else []),
+    ]
+
+
+def gpu_cells(row: dict[str, Any]) -> list[str | None]:
+    """The figures of a row: milliseconds and shares."""
+    rates = row["rates"]
+    median = {key: Spread.of(row[key]).median for key in row if key.endswith("_s")}
+
+    def times(key: str) -> str:
+        low, high = (f"{1e3 * value:.2f}" for value in (min(row[key]), max(row[key])))
+        return f"{1e3 * median[key]:.2f} ({low}–{high})"
+
+    def share(needed_s: float, key: str) -> str | None:
+        # None for a difference of two clocks that noise made negative
+        return f"{needed_s / median[key]:.0%}" if median[key] > 0 else None
+
+    if row["kind"] == "switch":
+        moved_s = 2 * row["snapshot_bytes"] / rates["copy_bytes_per_s"]
+        parts = (f"{1e3 * median[key]:.1f}" for key in ("gather_s", "merge_s"))
+        return [times("switch_s"), *parts, f"{row['snapshot_bytes'] / 2**30:.2f}", share(moved_s, "switch_s")]
+    multiplied_s = row["prefill_flops"] / rates["gemm_flops_per_s"]
+    read_s = row["step_bytes"] / rates["copy_bytes_per_s"]
+    speed = f"{row['rows'] / median['step_s']:.0f}" if median["step_s"] > 0 else None
+    prefill = [times("prefill_s"), share(multiplied_s, "prefill_s")]
+    return [*prefill, times("step_s"), share(read_s, "step_s"), speed]

@@ -5,21 +5,18 @@
 Contenders train from the same weights on the same prompts and alternate in one process group: a round is a short
 training of each with TRL's defaults (gradient checkpointing is on). Needs TRL 1.16 (`pip install trl`). All completions
 have the maximum length. The coverage of this engine's rollouts is printed below the table. `--output` writes every
-time to a JSON file, from which `benchmarks.iteration_plot` draws the README's picture.
+time to a JSON file, from which `benchmarks.page` draws the README's picture.
 """
 
 import argparse
 import contextlib
 import copy
 import io
-import logging
 import os
 import tempfile
-import time
 import warnings
 from dataclasses import asdict, dataclass, field
 
-import deepspeed
 import torch
 import torch.distributed as dist
 import transformers
@@ -33,21 +30,23 @@ import hybrid
 from benchmarks import results, tables
 from benchmarks.cases import SHAPES, make_model
 from benchmarks.machine import hardware
+from benchmarks.ranks import now, start_ranks
 from hybrid.compat.trl import rollout_func
 
-END, PROMPT_LENGTH = 2, 32
+END = 2
 
 
 @dataclass
 class Contender:
     """A way to train.  ours: with this engine.  gathers: TRL gathers all weights around `generate`.
 
-    rollouts: through `rollout_func`.  coverage: of this engine.
+    rollouts: through `rollout_func`.  forward: `install`'s `training_forward`.  coverage: of this engine.
     """
 
     ours: bool
     gathers: bool
     rollouts: bool = False
+    forward: str | None = None
     coverage: str = ""
     step_s: list[float] = field(default_factory=list)
     generate_s: list[float] = field(default_factory=list)
@@ -57,16 +56,16 @@ def main() -> None:
     """Measure and print the table."""
     args = parse()
     warnings.filterwarnings("ignore")
-    transformers.logging.set_verbosity_error()
-    deepspeed.utils.logger.setLevel(logging.WARNING)
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # rollout_func is experimental in TRL
-    deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
+    start_ranks()
     about = results.begin("trl_step", args)
     contenders = {
         "TRL's default: gather all, Hugging Face": Contender(ours=False, gathers=True),
         "hybrid.install()": Contender(ours=True, gathers=False),
         "hybrid.install(), TRL gathers all the same": Contender(ours=True, gathers=True),
         "rollout_func": Contender(ours=True, gathers=False, rollouts=True),
+        'hybrid.install(training_forward="packed")': Contender(ours=True, gathers=False, forward="packed"),
+        'hybrid.install(training_forward="exact")': Contender(ours=True, gathers=False, forward="exact"),
     }
     contenders = {
         name: contender for name, contender in contenders.items() if not args.contenders or name in args.contenders
@@ -79,13 +78,13 @@ def main() -> None:
         size = sum(parameter.numel() for parameter in model.parameters())
         title = (
             f"{size / 1e6:.0f}M parameters, {args.dtype}, {dist.get_world_size()} ranks on {hardware()}; "
-            f"{args.sequences} sequences per rank in groups of {args.num_generations}, {PROMPT_LENGTH} + "
+            f"{args.sequences} sequences per rank in groups of {args.num_generations}, {args.prompt_len} + "
             f"{args.new_tokens} tokens; {args.rounds} round{'s' * (args.rounds != 1)} of {args.steps} steps each, "
             "contenders alternating"
         )
         ways = {name: asdict(contender) for name, contender in contenders.items()}
         result = {**about, "title": title, "contenders": ways}
-        print(title, *tables.trl_step(result), sep="\n")
+        print(*tables.trl_step(result), sep="\n")
         for name, way in ways.items():
             if way["ours"]:
                 print(f"coverage of {name}: {way['coverage']}")
@@ -102,7 +101,8 @@ def train(contender: Contender, model: torch.nn.Module, args: argparse.Namespace
         state._reset_state(*[True] * (state is AcceleratorState))
     unset_hf_deepspeed_config()
     times = StepTimes()
-    with tempfile.TemporaryDirectory() as folder, hybrid.installed(), contextlib.redirect_stdout(io.StringIO()):
+    patched = hybrid.installed(training_forward=contender.forward)
+    with tempfile.TemporaryDirectory() as folder, patched, contextlib.redirect_stdout(io.StringIO()):
         vocabulary = SHAPES[args.shape]["vocab"]
         options = {"rollout_func": rollout_func} if contender.rollouts else {}
         trainer = trl.GRPOTrainer(
@@ -125,7 +125,7 @@ def train(contender: Contender, model: torch.nn.Module, args: argparse.Namespace
                 disable_tqdm=True,
                 logging_strategy="no",
             ),
-            train_dataset=Dataset.from_dict({"prompt": prompts(vocabulary)}),
+            train_dataset=Dataset.from_dict({"prompt": prompts(vocabulary, args.prompt_len)}),
             processing_class=tokenizer(vocabulary),
             callbacks=[times],
             **options,
@@ -154,11 +154,11 @@ class StepTimes(transformers.TrainerCallback):
 
     def around(self, trainer) -> None:
         """Time the trainer's generation."""
-        own = trainer._generate
+        generate = trainer._generate
 
         def timed(*args, **kwargs):
             start = now()
-            output = own(*args, **kwargs)
+            output = generate(*args, **kwargs)
             self.generate_s.append(now() - start)
             return output
 
@@ -171,13 +171,6 @@ class StepTimes(transformers.TrainerCallback):
         self.step_s.append(now() - self.start)
 
 
-def now() -> float:
-    """The time after every rank and its device have reached this call."""
-    get_accelerator().synchronize()
-    dist.barrier()
-    return time.perf_counter()
-
-
 def configuration(ours: bool, args: argparse.Namespace) -> dict:
     """DeepSpeed's configuration: everything is partitioned, as for a model too large to be kept whole."""
     return {
@@ -186,7 +179,7 @@ def configuration(ours: bool, args: argparse.Namespace) -> dict:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-6, "torch_adam": True}},
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
         "bf16": {"enabled": args.dtype == "bf16"},
-        "hybrid_engine": {"enabled": ours, "max_out_tokens": PROMPT_LENGTH + args.new_tokens},
+        "hybrid_engine": {"enabled": ours, "max_out_tokens": args.prompt_len + args.new_tokens},
     }
 
 
@@ -195,10 +188,10 @@ def reward(completion_ids: list[list[int]], **kwargs) -> list[float]:
     return [sum(ids) % 97 / 97 for ids in completion_ids]
 
 
-def prompts(vocabulary: int) -> list[str]:
+def prompts(vocabulary: int, length: int) -> list[str]:
     """Prompts of random words."""
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(3, vocabulary, (256, PROMPT_LENGTH), generator=generator)
+    rows = torch.randint(3, vocabulary, (256, length), generator=generator)
     return [" ".join(f"w{word}" for word in row) for row in rows.tolist()]
 
 
@@ -214,16 +207,12 @@ def tokenizer(vocabulary: int) -> transformers.PreTrainedTokenizerFast:
 
 def parse() -> argparse.Namespace:
     """The flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__, num_generations=4, prompt_len=32, new_tokens=64, rounds=3)
     parser.add_argument("--shape", choices=SHAPES, default="10M")
     parser.add_argument("--dtype", choices=("f32", "bf16"), default="f32")
     parser.add_argument("--sequences", type=int, default=16, help="completions per rank and step")
-    parser.add_argument("--num_generations", type=int, default=4)
-    parser.add_argument("--new_tokens", type=int, default=64)
     parser.add_argument("--steps", type=int, default=3, help="measured steps per round")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--contenders", nargs="*", help="names in the table; default: all")
-    results.add_output(parser)
     return parser.parse_args()
 
 

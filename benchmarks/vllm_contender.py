@@ -38,7 +38,7 @@ class VLLM:
     """
 
     def __init__(
-        self, settings: VLLMSettings, model: nn.Module, most_rows: int, most_tokens: int, eager: bool, **options: Any
+        self, settings: VLLMSettings, model: nn.Module, max_rows: int, max_tokens: int, eager: bool, **options: Any
     ):
         if not settings.python.is_file():
             raise FileNotFoundError(f"vLLM's environment: no interpreter at {settings.python}; run `make bench-vllm`")
@@ -53,7 +53,7 @@ class VLLM:
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [str(settings.python), "-P", str(WORKER)],
-                env=environment(settings, kv_bytes(model, most_rows * most_tokens)),
+                env=environment(settings, kv_bytes(model, max_rows * max_tokens)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -63,8 +63,8 @@ class VLLM:
             {
                 "model": self.weights.name,
                 "dtype": str(model.dtype).removeprefix("torch."),
-                "max_model_len": most_tokens,
-                "max_num_seqs": most_rows,
+                "max_model_len": max_tokens,
+                "max_num_seqs": max_rows,
                 "enforce_eager": eager,
                 **options,
             }

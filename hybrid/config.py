@@ -59,7 +59,7 @@ class HybridEngineConfig(Block):
 
 
 HISTORY_BYTES = 64 << 20
-LEAST_MATCH = 2
+MIN_MATCH = 2
 
 
 class SpeculationConfig(Block):
@@ -99,7 +99,7 @@ class SpeculationConfig(Block):
     @property
     def least_match(self) -> int:
         """Tokens of the shortest match."""
-        return LEAST_MATCH if isinstance(self.ngram, bool) else self.ngram
+        return MIN_MATCH if isinstance(self.ngram, bool) else self.ngram
 
     @property
     def history_bytes(self) -> int:
@@ -108,14 +108,14 @@ class SpeculationConfig(Block):
 
 
 class RolloutConfig(Block):
-    """Our own `rollout` block.
+    """Our own `rollout` block: a field for each key.
 
     keep_snapshot: keep the snapshot's buffers during training. False frees them in `train()`: less memory while
         training, but the frozen weights are gathered again for the next rollout.
     kv_step: tokens by which the KV cache grows.
     kv_cache_bytes: maximum size of the fused containers' KV cache. Sequences wait until blocks are free; a request that
         can never fit raises ValueError. None: no limit.
-    max_num_seqs: sequences decoded at once; the rest wait in a queue. vLLM's name; `max_slots` was ours.
+    max_num_seqs: sequences decoded at once; the rest wait in a queue.
     enable_prefix_caching: keep the keys and values of ended sequences in the KV cache until their room is needed or the
         weights change, for sequences that begin with the same tokens: the next turn of a conversation computes only
         what is new. Tokens and logprobs are those without it, on CPUs to the bit. vLLM's name.
@@ -126,11 +126,15 @@ class RolloutConfig(Block):
         the hidden size times the dtype's bytes for each token: 8 KiB beside the 128 KiB of keys and values of an 8B
         Llama in bfloat16. Scores are those without it, on CPUs to the bit. Needs enable_prefix_caching.
     memory_limit: bytes that inference may add to what a rank holds for training: snapshot, KV cache, logits,
-        activations. A request that cannot fit raises ValueError. None: no limit; "auto" then uses the memory that is
-        free when the engine is built.
+        activations. A request that cannot fit raises ValueError. Under ZeRO-3 with merged adapters, the base weights
+        stay in memory too if the limit has room for both. None: no limit; "auto" then uses the memory that is free
+        when the engine is built.
     sync_interval: where the model's own layers gather their weights as they run, forwards between two collectives that
         check whether every rank is done. Shared decoders check at every step, in the exchange of their batches.
     containers: "fused" uses our decoder wherever it equals the model's own layers; "native" runs those layers.
+    trust_forward: use our decoder also where a forward, or a function that it calls, is not transformers' own: a remote
+        model's, or a patch of the user's or of another package. The self-check compares it on a few tokens alone: set
+        it only if the code computes the same for all inputs. False: such a model runs in its own layers.
     lora: "merged" adds adapters to a copy of the weights that they adapt; "unmerged" computes the low-rank product
         separately and makes no copy. Adapters that can only be merged are merged in both cases.
     offload_states: keep optimizer states, master weights and gradients in host memory while an inference window is
@@ -161,13 +165,14 @@ class RolloutConfig(Block):
     keep_snapshot: bool = True
     kv_step: int = Field(128, gt=0)
     kv_cache_bytes: int | None = Field(None, gt=0)
-    max_num_seqs: int = Field(256, gt=0, alias="max_slots")
+    max_num_seqs: int = Field(256, gt=0)
     enable_prefix_caching: bool = True
     prefix_cache_bytes: int = Field(0, ge=0)
     cache_hidden_states: bool = False
     memory_limit: int | None = Field(None, gt=0)
     sync_interval: int = Field(1, gt=0)
     containers: Literal["fused", "native"] = "fused"
+    trust_forward: bool = False
     lora: Literal["merged", "unmerged"] = "merged"
     offload_states: bool = False
     weight_dtype: Literal["model", "int8"] = "model"
@@ -191,7 +196,7 @@ BLOCKS: dict[str, type[Block]] = {"hybrid_engine": HybridEngineConfig, "rollout"
 
 
 def load_config(config: str | Path | dict[str, Any]) -> dict[str, Any]:
-    """The DeepSpeed configuration as a new dictionary; neither the caller's dict nor the file is changed.
+    """Return the DeepSpeed configuration as a new dictionary; neither the caller's dict nor the file is changed.
 
     Raises ValueError if `config` is neither a dict nor a path, the path does not exist, the file is not a JSON object,
     or the file gives one key two different values.
@@ -201,11 +206,13 @@ def load_config(config: str | Path | dict[str, Any]) -> dict[str, Any]:
     if not isinstance(config, str | Path):
         raise ValueError(f"config: a {type(config).__name__} given; give the path of a DeepSpeed JSON file or a dict")
     path = Path(config)
-    if not path.is_file():
-        raise ValueError(f"config: no file at {str(path)!r}; give the path of a DeepSpeed JSON file or a dict")
     try:
+        if not path.is_file():
+            raise ValueError(f"config: no file at {str(path)!r}; give the path of a DeepSpeed JSON file or a dict")
         content = hjson.loads(path.read_text(), object_pairs_hook=without_duplicates)
-    except (hjson.HjsonDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ValueError(f"config: {str(path)!r} cannot be read: {error.strerror}; give a file that can") from error
+    except (hjson.HjsonDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"config: {str(path)!r} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"config: {str(path)!r} holds a {type(content).__name__}; it must be settings by name")
@@ -213,7 +220,8 @@ def load_config(config: str | Path | dict[str, Any]) -> dict[str, Any]:
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The key-value pairs of one JSON object as a dict. Raises ValueError for a key with two different values."""
+    """Return the key-value pairs of one JSON object as a dict. Raises ValueError for a key with two different
+    values."""
     values: dict[str, Any] = {}
     for key, value in pairs:
         require_same(key, values.setdefault(key, value), value)
@@ -227,7 +235,7 @@ def require_same(key: str, first: Any, second: Any) -> None:
 
 
 def read_blocks(config: dict[str, Any]) -> tuple[HybridEngineConfig, RolloutConfig]:
-    """The two validated blocks of a DeepSpeed configuration; the defaults for an absent block.
+    """Return the two validated blocks of a DeepSpeed configuration; the defaults for an absent block.
 
     Raises ValueError for an unknown key, with the nearest known one, and for an invalid value, with what is allowed.
     """
@@ -284,7 +292,7 @@ def by_field_name(kind: type[Block], values: dict[str, Any], path: str, deprecat
 
 
 @dataclass(frozen=True)
-class Refusal:
+class InvalidSetting:
     """A row of a table of settings that are invalid, or not supported, under a condition.
 
     when: the condition.  setting, value: the key, and what was given; None: not shown.
@@ -299,10 +307,10 @@ class Refusal:
     error: type[Exception] = ValueError
 
 
-unsupported = partial(Refusal, error=NotImplementedError)
+unsupported = partial(InvalidSetting, error=NotImplementedError)
 
 
-def refuse(rows: Iterable[Refusal]) -> None:
+def check_settings(rows: Iterable[InvalidSetting]) -> None:
     """Raise the error of the first row whose condition holds.
 
     Of a generator no further row is computed, so that a row's fields may rely on the rows above it.
@@ -322,7 +330,7 @@ class TensorParallelConfig(Block):
 
     enabled: false means tp_size 1.
     tp_size: ranks that share one copy of the weights. Here: neighbours, in groups over the whole world, unless
-        `mpu` or `tp_group` gives the group; DeepSpeed has one group, of the first ranks.
+        `mpu` or `tp_group` names the group; DeepSpeed has one group, of the first ranks.
     tp_grain_size: granularity of slices. Here: no effect, slices may have any size.
     mpu: an object with `get_model_parallel_group()`, whose ranks share the weights.
     tp_group: the process group whose ranks share the weights. Here: a tp_size given with it must equal its size.
@@ -374,7 +382,7 @@ class WeightQuantConfig(Block):
 
 
 class QuantConfig(Block):
-    """How `dtype=int8` quantizes.
+    """Quantization with `dtype=int8`.
 
     enabled: whether anything is quantized. Here: false is refused with int8.
     activation: settings for activations. Here: no effect, activations are not quantized.
@@ -409,7 +417,7 @@ DTYPES = {
 
 
 class InferenceConfig(Block):
-    """The configuration of `deepspeed.init_inference`: the same keys, aliases and defaults.
+    """The configuration of `deepspeed.init_inference`: a field for each key, with the same aliases and defaults.
 
     replace_with_kernel_inject: fused containers, if the model has one; false runs the model's own layers. Here: a model
         without one runs its own layers, with a warning.
@@ -448,6 +456,7 @@ class InferenceConfig(Block):
     transposed_mode: layout of the weights. Here: no effect, weights are read in the model's layout.
     speculation: draft tokens and verify them, where that is measured to be faster. Here: not a key of DeepSpeed's; a
         block as `rollout.speculation`, with replace_with_kernel_inject.
+    trust_forward: as `rollout.trust_forward`. Here: not a key of DeepSpeed's.
     """
 
     replace_with_kernel_inject: bool = Field(False, alias="kernel_inject")
@@ -477,6 +486,7 @@ class InferenceConfig(Block):
     min_out_tokens: int = Field(1, alias="min_tokens", ge=0)
     transposed_mode: bool = False
     speculation: SpeculationConfig | None = None
+    trust_forward: bool = False
 
     @field_validator("dtype")
     @classmethod
@@ -533,8 +543,8 @@ def read_inference_config(
 
 
 def plain(values: dict[str, Any] | BaseModel) -> dict[str, Any]:
-    """Settings as a new dictionary, without keys that are "auto". DeepSpeed's config objects (`DeepSpeedTPConfig` and
-    the like) become dictionaries of the fields that were set."""
+    """Return settings as a new dictionary, without keys that are "auto". DeepSpeed's config objects
+    (`DeepSpeedTPConfig` and the like) become dictionaries of the fields that were set."""
     # DeepSpeed (0.19.8) deletes a deprecated field once it has set the new one in a nested block.
     if isinstance(values, BaseModel):
         inner = {name for name in type(values).model_fields if isinstance(getattr(values, name, None), BaseModel)}
@@ -584,7 +594,7 @@ def with_checkpoint_block(config: InferenceConfig) -> InferenceConfig:
 
 
 def value_if_set(block: Block, path: str) -> Any:
-    """The value at a dotted path if it was given and is not the default, else None."""
+    """Return the value at a dotted path if it was given and is not the default, else None."""
     *outer, name = path.split(".")
     for key in outer:
         block = getattr(block, key)

@@ -6,91 +6,22 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers import GenerationConfig
 
-from hybrid.inputs import is_integer
-
-
-class WholeGenerationConfig(GenerationConfig):
-    """A GenerationConfig that `generate` does not complete from the model's own.
-
-    `generate` (transformers 5.23) fills fields that are None by `update(defaults_only=True)`; here None means off.
-    """
-
-    def update(self, defaults_only: bool = False, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Hugging Face's `update`; does nothing with `defaults_only`."""
-        return {} if defaults_only else super().update(**kwargs)
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How completions are sampled. Raises ValueError for a value outside the range given below.
-
-    max_new_tokens: maximum tokens of a completion, its end token included; at least 1.
-    temperature: divides the logits; 0 is greedy; at least 0.
-    top_p, top_k, min_p: truncations as in Hugging Face's `generate`; 1.0, 0 and 0.0 are off. top_p in (0, 1], top_k at
-        least 0, min_p in [0, 1).
-    min_new_tokens: no end token before this many; at most max_new_tokens.
-    repetition_penalty: as in Hugging Face's `generate`; 1.0 is off; above 0.
-    seed: of the sampling RNG; None takes `engine.next_seed()`.
-    stop_token_ids: end tokens in addition to those of the model's configurations.
-    """
-
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    min_new_tokens: int = 0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        rules = {
-            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
-            "temperature": (self.temperature >= 0, "0 (greedy) or more"),
-            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
-            "top_k": (self.top_k >= 0, "0 (off) or more"),
-            "min_p": (0 <= self.min_p < 1, "in [0, 1)"),
-            "min_new_tokens": (0 <= self.min_new_tokens <= self.max_new_tokens, "between 0 and max_new_tokens"),
-            "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
-        }
-        require_rules("SamplingParams", self, rules)
-
-    def generation_config(self, model: Any, num_generations: int) -> GenerationConfig:
-        """The equivalent Hugging Face GenerationConfig. Only special tokens come from the model's own: a checkpoint's
-        temperature, suppressed tokens or penalties do not apply to the rollout."""
-        stop = end_token_ids(model, self.stop_token_ids)
-        settings = GenerationConfig._get_default_generation_params()
-        for name in ("max_length", "min_length"):  # max_new_tokens and min_new_tokens take precedence, with a warning
-            settings.pop(name, None)
-        settings |= {
-            "do_sample": self.temperature > 0,
-            "top_k": None,
-            "max_new_tokens": self.max_new_tokens,
-            "min_new_tokens": self.min_new_tokens or None,
-            "repetition_penalty": float(self.repetition_penalty),
-            "num_return_sequences": num_generations,
-            "eos_token_id": stop or None,
-            "pad_token_id": pad_token_id(model, stop),
-            "bos_token_id": model.generation_config.bos_token_id,
-        }
-        if self.temperature > 0:
-            settings |= {"temperature": float(self.temperature), "top_p": self.top_p, "top_k": self.top_k}
-            settings["min_p"] = self.min_p or None
-        return WholeGenerationConfig(**settings)
+from hybrid.models.model_inputs import NO_INPUTS, RowInputs
+from hybrid.runtime.inputs import checked_number, is_integer
+from hybrid.sampling.params import COUNT, Rule, SamplingParams, check_fields
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What an environment's `step` gives.
+    """The result of an environment's `step`.
 
-    ids: token ids that follow the turn: a tensor or a sequence. They are not sampled, and are masked in the loss.
-    reward: of the turn; None: none.
-    done: whether the row ends here.
-    prompt_ids: instead of `ids`, tokens that the row goes on from, where a chat template rewrites what came before:
-        what the row has so far becomes a training row of its own (a fork). None: no fork.
+    Args:
+        ids: token ids that follow the turn: a tensor or a sequence. They are not sampled, and are masked in the loss.
+        reward: of the turn; None: none.
+        done: whether the row ends here.
+        prompt_ids: instead of `ids`, tokens that the row goes on from, where a chat template rewrites what came before:
+            what the row has so far becomes a training row of its own (a fork). None: no fork.
     """
 
     ids: Sequence[int] | torch.Tensor = ()
@@ -101,13 +32,14 @@ class Observation:
 
 @dataclass(frozen=True)
 class EnvironmentLimits:
-    """What a row may use of its environment. Raises ValueError for a value outside the range given below.
+    """Limits of a row with an environment. Raises ValueError for a value outside the range given below.
 
-    max_turns: sampled turns of a row; at least 1.
-    max_turn_tokens: sampled tokens of a turn; None: as many as `SamplingParams.max_new_tokens`, which counts the tokens
-        of all turns and observations.
-    step_timeout_s: seconds that a `reset` or `step` may take; the row ends then. None: no limit.
-    max_concurrent_steps: steps of this rank that run at once, each in a thread; at least 1.
+    Args:
+        max_turns: sampled turns of a row; at least 1.
+        max_turn_tokens: sampled tokens of a turn; None: as many as `SamplingParams.max_new_tokens`, which counts the
+            tokens of all turns and observations.
+        step_timeout_s: seconds that a `reset` or `step` may take; the row ends then. None: no limit.
+        max_concurrent_steps: steps of this rank that run at once, each in a thread; at least 1.
     """
 
     max_turns: int = 16
@@ -116,62 +48,38 @@ class EnvironmentLimits:
     max_concurrent_steps: int = 64
 
     def __post_init__(self) -> None:
-        rules = {
-            "max_turns": (self.max_turns >= 1, "at least 1"),
-            "max_turn_tokens": (self.max_turn_tokens is None or self.max_turn_tokens >= 1, "at least 1, or None"),
-            "step_timeout_s": (self.step_timeout_s is None or self.step_timeout_s > 0, "above 0, or None"),
-            "max_concurrent_steps": (self.max_concurrent_steps >= 1, "at least 1"),
-        }
-        require_rules("EnvironmentLimits", self, rules)
-
-
-def require_rules(kind: str, values: Any, rules: dict[str, tuple[bool, str]]) -> None:
-    """Raise ValueError for the first field whose rule does not hold.  rules: by field, with what is allowed."""
-    for name, (holds, allowed) in rules.items():
-        if not holds:
-            raise ValueError(f"{kind}.{name}: {getattr(values, name)!r} given; it must be {allowed}")
-
-
-def end_token_ids(model: Any, more: tuple[int, ...] = ()) -> list[int]:
-    """All end tokens: of the model's generation configuration, of its model configuration, and `more`."""
-    ends: list[int] = []
-    for ids in (model.generation_config.eos_token_id, getattr(model.config, "eos_token_id", None), list(more)):
-        ends += [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
-    return list(dict.fromkeys(ends))
-
-
-def pad_token_id(model: Any, ends: list[int]) -> int:
-    """The token that fills the positions after a completion: the model's, else its first end token, else 0."""
-    for config in (model.generation_config, model.config):
-        if getattr(config, "pad_token_id", None) is not None:
-            return config.pad_token_id
-    return ends[0] if ends else 0
+        seconds: Rule = (float, lambda value: 0 < value < 1e9, "above 0 and below 1e9, or None")
+        check_fields(self, {"max_turns": COUNT, "max_concurrent_steps": COUNT})
+        check_fields(self, {"max_turn_tokens": COUNT, "step_timeout_s": seconds}, optional=True)
 
 
 @dataclass(frozen=True)
 class StopAfter:
-    """When a rollout ends before all of its rows are done. Give one of the three, at least 1.
+    """When a rollout stops before all of its rows have finished. Set one of the three numbers, at least 1.
 
-    rows: so many rows are done.  groups: all generations of so many prompts are.  rows_per_group: so many generations
-        of each prompt are.
-    counts: with `groups`, called between decode steps with the rows of each complete group, a RolloutBatch with their
-        `row_index`: whether the group counts. So groups that teach nothing make room for the next ones while others
-        still decode. None: every group counts.
+    Args:
+        rows: stop once this many rows have finished.
+        groups: stop once all generations of this many prompts have finished.
+        rows_per_group: stop once this many generations of each prompt have finished.
+        accept_group: with `groups`, called between decode steps with the rows of each finished group, a RolloutBatch
+            with their `row_index`. Returns whether the group counts, so that groups without a learning signal make
+            room for the next ones while others still decode. None: every group counts.
     """
 
     rows: int | None = None
     groups: int | None = None
     rows_per_group: int | None = None
-    counts: Callable[["RolloutBatch"], bool] | None = None
+    accept_group: Callable[["RolloutBatch"], bool] | None = None
 
     def __post_init__(self) -> None:
-        given = {name: value for name, value in vars(self).items() if value is not None and name != "counts"}
-        if len(given) != 1 or min(given.values()) < 1:
+        given = {name: value for name, value in vars(self).items() if value is not None and name != "accept_group"}
+        if len(given) != 1:
             raise ValueError(f"StopAfter: {given} given; it must be one of rows, groups, rows_per_group, at least 1")
-        if self.counts is not None and (self.groups is None or not callable(self.counts)):
+        check_fields(self, dict.fromkeys(given, COUNT))
+        if self.accept_group is not None and (self.groups is None or not callable(self.accept_group)):
             raise ValueError(
-                f"StopAfter: counts {self.counts!r} given with {given}; it must be a function of a RolloutBatch, and "
-                "goes with groups alone"
+                f"StopAfter: accept_group {self.accept_group!r} given with {given}; it must be a function of a "
+                "RolloutBatch, and goes with groups alone"
             )
 
 
@@ -180,13 +88,17 @@ class UnfinishedRows:
     """Rows of a rollout that were stopped before they were done; `rollout(resume=...)` goes on with them, under the
     weights of that time.
 
-    prompt_ids, prompt_mask: int64 [rows, prompt_len], left padded.
-    completion_ids, completion_mask: int64 [rows, n], what was sampled so far, right padded.
-    logps: float32 [3, rows, n]: sampling, old, raw, as in RolloutBatch.
-    weight_versions: int64 [rows, n], of the weights that sampled each token.
-    sampling_keys: int64 [rows], with which they go on: under the same weights, to the tokens without the stop.
-    limits: int64 [rows], the most new tokens.  groups: int64 [rows], equal for generations of one prompt.
-    row_index: int64 [rows], which row of the stopped call each is.
+    Args:
+        prompt_ids: int64 [rows, prompt_len], left padded.
+        prompt_mask: int64, of the same shape, 1 for tokens.
+        completion_ids: int64 [rows, n], what was sampled so far, right padded.
+        completion_mask: int64, of the same shape, 1 for tokens.
+        logps: float32 [3, rows, n]: sampling, old, raw, as in RolloutBatch.
+        weight_versions: int64 [rows, n], of the weights that sampled each token.
+        sampling_keys: int64 [rows], with which they go on: under the same weights, to the tokens without the stop.
+        limits: int64 [rows], the most new tokens.
+        groups: int64 [rows], equal for generations of one prompt.
+        row_index: int64 [rows], which row of the stopped call each is.
     """
 
     prompt_ids: torch.Tensor
@@ -204,7 +116,7 @@ class UnfinishedRows:
         return len(self.prompt_ids)
 
     def select_rows(self, rows: list[int]) -> "UnfinishedRows":
-        """The given rows."""
+        """Return the given rows."""
         tensors = {name: value[rows] for name, value in vars(self).items() if name != "logps"}
         return replace(self, logps=self.logps[:, rows], **tensors)
 
@@ -213,34 +125,42 @@ class UnfinishedRows:
 class RolloutBatch:
     """Completions of prompts. Rows are prompts × generations, a prompt's generations next to each other.
 
-    prompt_ids, prompt_mask: int64 [rows, prompt_len], left padded, as given.
-    completion_ids, completion_mask: int64 [rows, completion_len], right padded. The completion includes the first end
-        token; the mask comes from lengths.
-    sampling_per_token_logps: float32 [rows, completion_len], 0 where masked: under the distribution that was sampled
-        from, after temperature, repetition_penalty, min_new_tokens and truncation, renormalised; vLLM's
-        "processed_logprobs". The denominator in importance sampling. For greedy tokens: at temperature 1.
-    old_per_token_logps: the same shape, under softmax(logits / temperature), without penalty or truncation: what TRL's
-        trainer computes under this name, the old policy in PPO's ratio. `engine.score` recomputes it; with
-        `rollout.weight_dtype: int8` it gives the trainer's, while these are of the int8 policy.
-    raw_per_token_logps: the same shape, under softmax(logits), the raw model; vLLM's "raw_logprobs".
-    finish_reason: for each row, "stop" if it has an end token, or its environment was done; "length"; "turns" for
-        EnvironmentLimits.max_turns; "environment_error" and "environment_timeout" if the environment raised, or did not
-        answer in time.
-    weight_version: version of the weights, the latest that sampled.
-    timings: this rank's seconds by phase and number of tokens.
-    row_index: int64 [rows], which row of the call each is: prompts × generations, after those of `resume`. Rows of
-        `unfinished` are missing; a row that forked is there once for each fork, in order.
-    weight_versions: int64 [rows, completion_len], of the weights that sampled each token; 0 where masked.
-    observation_mask: int64 [rows, completion_len], 1 for an environment's tokens, where completion_mask is 0.
-    turn_ids: int64 [rows, completion_len], the turn, from 0, of each token, its observation included; -1 for padding.
-    turn_rewards, turn_seconds: for each row, the environment's reward after each turn (None without one), and the
-        seconds of its step.
-    errors: for each row, what its environment raised; "" for nothing.
-    unfinished: rows that were stopped by `stop_after`, for `resume`; None without any.
-    router_indices: with `rollout.return_router_indices`, the experts that each token of `sequences` was routed to, for
-        `replay_routing`: int16 [rows, prompt_len + completion_len, layers with experts, experts per token], in host
-        memory, the expert with the largest weight first. -1 at padding and at a row's last token, which sampling does
-        not run through the model. Otherwise None. Of tokens before `resume` those of the new weights.
+    Args:
+        prompt_ids: int64 [rows, prompt_len], left padded, as given.
+        prompt_mask: int64, of the same shape, 1 for tokens.
+        completion_ids: int64 [rows, completion_len], right padded. The completion includes the first
+            end token; the mask comes from lengths.
+        completion_mask: int64, of the same shape, 1 for tokens.
+        sampling_per_token_logps: float32 [rows, completion_len], 0 where masked: under the distribution that was
+            sampled from, after temperature, repetition_penalty, min_new_tokens and truncation, renormalised; vLLM's
+            "processed_logprobs". The denominator in importance sampling. For greedy tokens: at temperature 1.
+        old_per_token_logps: the same shape, under softmax(logits / temperature), without penalty or truncation: what
+            TRL's trainer computes under this name, the old policy in PPO's ratio. `engine.score` recomputes it; with
+            `rollout.weight_dtype: int8` it gives the trainer's, while these are of the int8 policy.
+        raw_per_token_logps: the same shape, under softmax(logits), the raw model; vLLM's "raw_logprobs".
+        finish_reason: for each row, "stop" if it has an end token, or its environment was done; "length"; "turns" for
+            EnvironmentLimits.max_turns; "environment_error" and "environment_timeout" if the environment raised, or did
+            not answer in time.
+        weight_version: version of the weights, the latest that sampled.
+        timings: this rank's seconds by phase and number of tokens.
+        row_index: int64 [rows], which row of the call each is: prompts × generations, after those of `resume`. Rows of
+            `unfinished` are missing; a row that forked is there once for each fork, in order.
+        weight_versions: int64 [rows, completion_len], of the weights that sampled each token; 0 where masked.
+        observation_mask: int64 [rows, completion_len], 1 for an environment's tokens, where completion_mask is 0.
+        turn_ids: int64 [rows, completion_len], the turn, from 0, of each token, its observation included; -1 for
+            padding.
+        turn_rewards: for each row, the environment's reward after each turn; None without one.
+        turn_seconds: for each row, the seconds of the environment's step after each turn.
+        errors: for each row, what its environment raised; "" for nothing.
+        unfinished: rows that were stopped by `stop_after`, for `resume`; None without any.
+        model_inputs: for each row, its inputs besides token ids, such as images, as `rollout` got them; rows of one
+            prompt share them. Empty for prompts of text.
+        router_indices: with `rollout.return_router_indices`, the experts that each token of `sequences` was routed to,
+            for `replay_routing`: int16 [rows, prompt_len + completion_len, layers with experts, experts per token], in
+            host memory, the expert with the largest weight first. -1 at padding and at a row's last token, which
+            sampling does not run through the model. Otherwise None. Of tokens before `resume` those of the new weights.
+        sampling_keys: int64 [rows], of seed, prompt and sample. By its key, prompt, weights and settings a row can be
+            drawn again with `rollout(resume=...)`, from any of its tokens on. None in rows of sessions.
     """
 
     prompt_ids: torch.Tensor
@@ -262,20 +182,22 @@ class RolloutBatch:
     errors: list[str] = field(default_factory=list)
     unfinished: "UnfinishedRows | None" = None
     router_indices: torch.Tensor | None = None
+    model_inputs: list[RowInputs] = field(default_factory=list)
+    sampling_keys: torch.Tensor | None = None
 
     def first_rows(self, count: int) -> "RolloutBatch":
-        """A batch of the first `count` rows."""
+        """Return a batch of the first `count` rows."""
         return self.select_rows(list(range(len(self.prompt_ids))[:count]))
 
     def select_rows(self, rows: list[int]) -> "RolloutBatch":
-        """A batch of the given rows, repeats allowed."""
+        """Return a batch of the given rows, repeats allowed."""
         by_row: dict[str, Any] = {name: value[rows] for name, value in self.tensors().items()}
         lists = {name: value for name, value in vars(self).items() if isinstance(value, list) and value}
         by_row |= {name: [value[row] for row in rows] for name, value in lists.items()}
         return replace(self, **by_row)
 
     def padded(self, prompt_len: int, completion_len: int, pad_token_id: int = 0) -> "RolloutBatch":
-        """The same with prompts padded on the left, and what is of completions on the right, to these widths."""
+        """Return a copy with prompts left-padded and completion tensors right-padded to these widths."""
         fills = {"prompt_ids": pad_token_id, "completion_ids": pad_token_id, "turn_ids": -1}
         wider: dict[str, Any] = {}
         if self.router_indices is not None:
@@ -289,10 +211,16 @@ class RolloutBatch:
 
     @staticmethod
     def cat(batches: "Sequence[RolloutBatch]", pad_token_id: int = 0) -> "RolloutBatch":
-        """The rows of batches, one after the other, padded to equal widths; what is not of rows is the first one's."""
+        """Return the rows of all batches, one batch after the other, padded to equal widths.
+
+        Fields that are not per row come from the first batch.
+        """
         prompt_len = max(batch.prompt_ids.shape[1] for batch in batches)
         completion_len = max(batch.completion_ids.shape[1] for batch in batches)
         batches = [batch.padded(prompt_len, completion_len, pad_token_id) for batch in batches]
+        if any(batch.model_inputs for batch in batches):
+            rows_of = [batch.model_inputs or [NO_INPUTS] * len(batch.prompt_ids) for batch in batches]
+            batches = [replace(batch, model_inputs=rows) for batch, rows in zip(batches, rows_of, strict=True)]
         joined: dict[str, Any] = {
             name: torch.cat([getattr(batch, name) for batch in batches]) for name in batches[0].tensors()
         }
@@ -301,12 +229,12 @@ class RolloutBatch:
         return replace(batches[0], **joined)
 
     def tensors(self, dim: int | None = None) -> dict[str, torch.Tensor]:
-        """The tensors by name, of so many dimensions; the first is that of the rows."""
+        """Return all tensors by name; if `dim` is given, only those with that many dimensions."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         return {name: value for name, value in tensors.items() if dim in (None, value.dim())}
 
     def renumbered(self, rows: list[int]) -> "RolloutBatch":
-        """The batch whose row `i` of the call is row `rows[i]` of another."""
+        """Return the batch whose row `i` of the call is row `rows[i]` of another."""
         assert self.row_index is not None, "the batch of a rollout has it"
         return replace(self, row_index=torch.tensor(rows, device=self.row_index.device)[self.row_index])
 
@@ -325,8 +253,8 @@ class RolloutBatch:
         return torch.cat([self.prompt_mask, completion], dim=1)
 
 
-def check_prompts(prompt_ids: Any, prompt_mask: Any, name: str = "prompt_ids") -> None:
-    """Check prompts, integer [rows, tokens], and their mask, same shape or None.
+def check_prompts(prompt_ids: Any, prompt_mask: Any, name: str = "prompt_ids", mask_name: str = "") -> None:
+    """Check prompts, integer [rows, tokens], and their mask, of the same shape; None is allowed without a `mask_name`.
 
     Raises TypeError if the prompts are no tensor; ValueError for wrong dtype or shape, width 0, or a fully masked row.
     """
@@ -338,6 +266,8 @@ def check_prompts(prompt_ids: Any, prompt_mask: Any, name: str = "prompt_ids") -
         raise ValueError(f"{name}: shape {tuple(prompt_ids.shape)} given; it must be [rows, tokens]")
     if prompt_ids.shape[1] == 0:
         raise ValueError(f"{name}: the prompts are empty, shape {tuple(prompt_ids.shape)}; a prompt needs a token")
+    if prompt_mask is None and mask_name:
+        raise ValueError(f"{mask_name}: None given; it must have the shape of {name}, {tuple(prompt_ids.shape)}")
     if prompt_mask is None:
         return
     if not isinstance(prompt_mask, torch.Tensor) or prompt_mask.shape != prompt_ids.shape:
@@ -351,29 +281,79 @@ def check_prompts(prompt_ids: Any, prompt_mask: Any, name: str = "prompt_ids") -
 def check_rollout(
     prompt_ids: Any,
     prompt_mask: Any,
-    params: SamplingParams,
-    num_generations: int,
+    sampling: Any,
+    num_generations: Any,
     row_ids: Any,
-    max_new_tokens: Any = None,
+    max_new_tokens: Any,
+    environment: Any,
+    environment_limits: Any,
+    stop_after: Any,
+    resume: Any,
+    model_inputs: Any,
 ) -> None:
-    """Check a rollout's arguments. Raises TypeError for what is no tensor; ValueError for a dtype, a shape or a number
-    that is not allowed, a row that is not left padded, and several generations without sampling."""
-    check_prompts(prompt_ids, prompt_mask)
+    """Check the arguments of `HybridEngine.rollout`.
+
+    Raises:
+        TypeError: for an argument of another type than it must have.
+        ValueError: for a dtype, a shape or a number that is not allowed, a row that is not left padded, and several
+            generations without sampling.
+        NotImplementedError: for an environment with `resume` or `stop_after`, and for any of the three with
+            `model_inputs`.
+    """
+    if not isinstance(sampling, SamplingParams):
+        raise TypeError(f"sampling: {type(sampling).__name__} given; it must be a hybrid.SamplingParams")
+    check_prompts(prompt_ids, prompt_mask, mask_name="prompt_mask")
     mask = prompt_mask.bool()
     wrong = (mask[:, :-1] & ~mask[:, 1:]).any(dim=1).nonzero().flatten().tolist()
     if wrong:
         raise ValueError(f"prompt_mask: rows {wrong} are not left padded; put padding before the prompt, none after it")
-    if num_generations < 1:
-        raise ValueError(f"num_generations: {num_generations} given; it must be at least 1")
-    if num_generations > 1 and params.temperature == 0:
+    checked_number("num_generations", num_generations, *COUNT)
+    if num_generations > 1 and sampling.temperature == 0:
         raise ValueError(
             f"num_generations: {num_generations} given with temperature=0; it must be 1, as all greedy completions "
             "of a prompt are the same"
         )
     if row_ids is not None:
         check_integers("row_ids", row_ids, len(prompt_ids))
+        ids, counts = row_ids.unique(return_counts=True)
+        if len(ids) < len(row_ids):
+            raise ValueError(f"row_ids: {ids[counts > 1].tolist()} given more than once; each prompt needs its own")
     if max_new_tokens is not None:
-        check_limits(max_new_tokens, len(prompt_ids), params)
+        check_limits(max_new_tokens, len(prompt_ids), sampling)
+    check_kind("environment_limits", environment_limits, EnvironmentLimits)
+    if environment is None and environment_limits is not None:
+        raise ValueError("environment_limits: given without an environment; leave it out, or give the environment too")
+    if environment is not None:
+        check_environment(environment)
+        if resume is not None or stop_after is not None:
+            raise NotImplementedError(
+                "rollout: resume and stop_after with an environment are not available, as its state is the caller's; "
+                "bound its rows by EnvironmentLimits"
+            )
+    later = {"environment": environment, "stop_after": stop_after, "resume": resume}
+    if model_inputs is not None and (given := [name for name, value in later.items() if value is not None]):
+        raise NotImplementedError(
+            f"rollout: model_inputs with {', '.join(given)} is not available; prompts with images have one turn, and "
+            "run to their end"
+        )
+    check_kind("stop_after", stop_after, StopAfter)
+    check_kind("resume", resume, UnfinishedRows)
+
+
+def check_kind(name: str, value: Any, kind: type) -> None:
+    """Raise TypeError if an argument is neither None nor of its type."""
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{name}: {type(value).__name__} given; it must be a hybrid.{kind.__name__}, or None")
+
+
+def check_environment(environment: Any) -> None:
+    """Raise TypeError for an environment without `reset` or `step`."""
+    for name in ("reset", "step"):
+        if not callable(getattr(environment, name, None)):
+            raise TypeError(
+                f"environment: {type(environment).__name__} given, which has no method {name}; it must have "
+                "reset(row, prompt_ids) and step(row, completion_ids)"
+            )
 
 
 def check_limits(max_new_tokens: Any, rows: int, params: SamplingParams) -> None:

@@ -4,11 +4,23 @@ Sums with a calculator, with the model of `make demo`, on CPUs; one's own enviro
 torchrun --nproc_per_node=2 -m rlhf_examples.agent --actor_model_name_or_path runs/demo/moves/model
 torchrun --nproc_per_node=8 -m rlhf_examples.agent --actor_model_name_or_path my-model --dtype bfloat16 \\
     --environment my_environments:browser --max_answer_seq_len 4096
+A program that calls OpenAI's API plays instead of the environment, whose records it gets:
+torchrun --nproc_per_node=2 -m rlhf_examples.agent --actor_model_name_or_path runs/demo/moves/model \\
+    --harness rlhf_examples.harnesses:calculator
 """
 
+from rlhf_examples.common.arguments import AgentArguments
+from rlhf_examples.common.command_line import command
+
+main = command("rlhf_examples.agent", AgentArguments)
+if __name__ == "__main__":
+    raise SystemExit(main())  # before the imports below, which take seconds: help and errors come first
+
+import importlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import nan
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,65 +29,53 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 import hybrid
-from rlhf_examples.common.actor import Actor, Evaluation, start_log, train_iterations
-from rlhf_examples.common.arguments import AgentArguments
-from rlhf_examples.common.best_model import BestModel
-from rlhf_examples.common.checkpoint import Checkpoints
-from rlhf_examples.common.command_line import run_command
-from rlhf_examples.common.files import CHECKPOINTS
+from rlhf_examples.common.actor import Actor, Evaluation
 from rlhf_examples.common.measures import Phases
-from rlhf_examples.common.models import load_tokenizer, require_model
-from rlhf_examples.common.ranks import rank_share, seed_everything, sums_over_ranks
-from rlhf_examples.common.rollouts import Row, pad_to_common_width, rank_row_ids, sampling, sampling_seed
-from rlhf_examples.common.run_directory import begin_run
+from rlhf_examples.common.models import tokenizer_of
+from rlhf_examples.common.ranks import rank_share, sums_over_ranks
+from rlhf_examples.common.rollout_log import log_rollout, numbered
+from rlhf_examples.common.rollouts import (
+    Row,
+    pad_to_common_width,
+    rank_row_ids,
+    sampling,
+    sampling_seed,
+    with_turn_end,
+)
+from rlhf_examples.common.run import Run
 from rlhf_examples.common.run_log import Transcript
 from rlhf_examples.common.trackers import Metrics
 from rlhf_examples.data.examples import Examples, RowStream
-from rlhf_examples.data.texts import LeftOut
+from rlhf_examples.data.held_out import warn_if_larger
+from rlhf_examples.data.texts import SkippedRecords
 from rlhf_examples.environments import Records, load_environment
-from rlhf_examples.grpo import BAR, learn, window_logps, with_training_logps
+from rlhf_examples.grpo import BAR, learn, load_actor
 
-
-def main() -> None:
-    """Train with the arguments of the command line and export the policy."""
-    run_command(AgentArguments, run)
+Harness = Callable[[str, dict[str, Any]], float | None]
 
 
 def run(args: AgentArguments) -> Metrics:
     """Train and export a policy; returns the last metrics, and those of the evaluations before and after."""
-    seed_everything(args.seed)
-    directory = Path(args.output_dir)
-    require_model("actor_model_name_or_path", args.actor_model_name_or_path, args.attn_implementation)
     environment = load_environment(args.environment)
-    tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.actor_model_name_or_path, args.chat_template)
-    games = Games(environment.make(tokenizer), tokenizer, args)
-    prompts = RowStream(Examples(Dataset.from_list(rows_of(environment.records("train"))), LeftOut()), args.seed)
+    tokenizer = tokenizer_of(args, "actor_model_name_or_path")
+    if args.harness:
+        games: Games = HarnessGames(None, tokenizer, args, load_harness(args.harness))
+    else:
+        games = Games(environment.make(tokenizer), tokenizer, args)
+    prompts = RowStream(Examples(Dataset.from_list(rows_of(environment.records("train"))), SkippedRecords()), args.seed)
     held_out = rows_of(environment.records("test", size=args.eval_rows)) if args.eval_rows else []
-    begin_run(args)
-    total_steps = args.num_iterations * args.num_grpo_iterations * args.num_mini_batches
-    actor = Actor.load(args, total_steps, needs_reference=args.beta > 0)
-
-    best = BestModel.from_args(args)
-    parts = {"prompts": prompts, "best": best, **actor.checkpoint_parts()}
-    checkpoints = Checkpoints(directory / CHECKPOINTS, {"policy": actor.policy}, parts, args.keep_last)
-    done = checkpoints.load_latest() if args.resume else 0
-    options = args.eval_num_generations, args.eval_greedy, tuple(args.pass_at_k), args.pass_score
-    evaluation = GameEvaluation(actor.policy, tokenizer, held_out, [], args, *options, games=games)
-    before = evaluation.before_training(directory, resumed=done > 0)
-    best.check(before["metrics"])
-    log = start_log(args, "GRPO", BAR, args.num_iterations, done)
-    if not done:
-        evaluation.evaluate_and_log(log, 0, before)
-
-    def iterate(iteration: int) -> Metrics:
-        return agent_iteration(actor, games, prompts, iteration, args)
-
-    metrics, last = train_iterations(iterate, actor, evaluation, checkpoints, best, log, done, args)
-    after = evaluation.after_training(log, before, last)
-    actor.export(tokenizer, directory)
-    log.close()
+    warn_if_larger(held_out, len(prompts.examples))
+    with Run(args, "GRPO", BAR, args.num_iterations) as run:
+        actor = load_actor(args)
+        evaluation = GameEvaluation.load(actor.policy, tokenizer, held_out, [], args, games=games)
+        parts = {"prompts": prompts, "entropy": actor.entropy_controller}
+        run.start(actor, tokenizer, evaluation, {"policy": actor.policy}, parts)
+        for iteration in run.iterations():
+            with run.log.engine_output():
+                actor.policy.eval()  # prints DeepSpeed's line about the previous iteration
+            run.add(iteration, agent_iteration(actor, games, prompts, iteration, args))
     actor.destroy()
-    return {**metrics, **after}
+    return run.metrics
 
 
 def agent_iteration(actor: Actor, games: "Games", prompts: RowStream, iteration: int, args: AgentArguments) -> Metrics:
@@ -88,9 +88,11 @@ def agent_iteration(actor: Actor, games: "Games", prompts: RowStream, iteration:
     params = sampling(args, sampling_seed(args.seed, iteration))
     with policy.inference():
         batch, episodes = games.play(policy, own, params, args.num_generations)
+        numbers = numbered(rank_row_ids(len(own)), args.num_generations)
+        log_rollout(batch, numbers, with_turn_end(params, games.tokenizer), iteration, args)
         phases.end("rollout")
-        logps = window_logps(actor, batch, phases, args)
-    logps = with_training_logps(policy, batch, *logps, phases, args)
+        logps = actor.window_logps(batch, phases)
+    logps = actor.training_logps(batch, *logps, phases)
     scores = scores_of(batch, episodes)
     phases.end("rewards")
     metrics = tool_metrics(episodes, len(scores))
@@ -101,26 +103,25 @@ def agent_iteration(actor: Actor, games: "Games", prompts: RowStream, iteration:
 class Games:
     """Plays conversations of a policy with an environment."""
 
-    environment: hybrid.MessageEnvironment
+    environment: hybrid.MessageEnvironment | None
     tokenizer: PreTrainedTokenizerBase
     args: AgentArguments
 
     def play(
         self, policy: hybrid.HybridEngine, own: list[Row], params: hybrid.SamplingParams, num_generations: int
-    ) -> tuple[hybrid.RolloutBatch, hybrid.Episodes]:
+    ) -> tuple[hybrid.RolloutBatch, "hybrid.ConversationEnvironment | HarnessEpisodes"]:
         """Conversations from this rank's prompts, padded to one width on all ranks, and the episodes that they were.
         Every rank takes part.
 
         own: every `world_size`-th row of all ranks' prompts.
         Raises ValueError if a conversation forked: its rows would be no group of `num_generations`.
         """
+        assert self.environment is not None
         episodes = self.environment.episodes([row["record"] for row in own], num_generations)
-        if (end := hybrid.turn_end_token(self.tokenizer)) is not None:
-            params = replace(params, stop_token_ids=(*params.stop_token_ids, end))
         args = self.args
         batch = policy.rollout(
             *episodes.prompts(policy.device),
-            params,
+            with_turn_end(params, self.tokenizer),
             num_generations,
             row_ids=rank_row_ids(len(own)),
             environment=episodes,
@@ -131,6 +132,77 @@ class Games:
         if len(batch.prompt_ids) != len(own) * num_generations:
             raise ValueError("environment: a conversation forked; its make() must use history='append'")
         return pad_to_common_width(batch, self.tokenizer.pad_token_id), episodes
+
+
+@dataclass(frozen=True)
+class HarnessEpisodes:
+    """The conversations that programs had.  completions: each row's messages, the program's with the role "user"."""
+
+    row_rewards: list[float | None]
+    completions: list[list[dict[str, Any]]]
+
+    def rewards(self) -> list[float | None]:
+        """Each row's reward, None without one."""
+        return self.row_rewards
+
+
+@dataclass(frozen=True)
+class HarnessGames(Games):
+    """Lets programs play that call the policy by OpenAI's API.  harness: plays a record, and returns its reward."""
+
+    harness: Harness
+
+    def play(
+        self, policy: hybrid.HybridEngine, own: list[Row], params: hybrid.SamplingParams, num_generations: int
+    ) -> tuple[hybrid.RolloutBatch, HarnessEpisodes]:
+        """What `Games.play` returns, of programs. One that raises ends its row: its reward is None."""
+        records = [row["record"] for row in own for _ in range(num_generations)]
+        sessions = [f"{row} {sample}" for row in range(len(own)) for sample in range(num_generations)]
+        with (
+            policy.serve() as server,
+            hybrid.openai_server(server, self.tokenizer, model_name="policy", defaults=params) as endpoint,
+            ThreadPoolExecutor(max(len(sessions), 1)) as threads,
+        ):
+            played = list(threads.map(self.outcome, map(endpoint.session_url, sessions), records))
+            batch = endpoint.rollouts(sessions)
+        if len(batch.prompt_ids) != len(sessions):
+            raise ValueError("harness: a conversation forked; a program must not change earlier messages")
+        on_device: dict[str, Any] = {name: tensor.to(policy.device) for name, tensor in batch.tensors().items()}
+        batch = replace(batch, errors=[error for _, error in played], **on_device)
+        episodes = HarnessEpisodes([reward for reward, _ in played], self.messages(batch))
+        return pad_to_common_width(batch, self.tokenizer.pad_token_id), episodes
+
+    def outcome(self, base_url: str, record: dict[str, Any]) -> tuple[float | None, str]:
+        """The reward of a program, and what it raised, as text."""
+        try:
+            return self.harness(base_url, record), ""
+        except Exception as error:  # a program may raise anything: its row ends
+            return None, f"{type(error).__name__}: {error}"
+
+    def messages(self, batch: hybrid.RolloutBatch) -> list[list[dict[str, Any]]]:
+        """Each row's turns, and the program's text between them."""
+        assert batch.turn_ids is not None and batch.observation_mask is not None
+        rows = []
+        for ids, turns, sampled, observed in zip(
+            batch.completion_ids, batch.turn_ids, batch.completion_mask, batch.observation_mask, strict=True
+        ):
+            messages = []
+            for turn in range(int(turns.max()) + 1):
+                for role, mask in (("assistant", sampled), ("user", observed)):
+                    if len(part := ids[(turns == turn) & mask.bool()]):
+                        text = self.tokenizer.decode(part, skip_special_tokens=True)
+                        messages.append({"role": role, "content": text})
+            rows.append(messages)
+        return rows
+
+
+def load_harness(name: str) -> Harness:
+    """A program by `module:name`. Raises ValueError if there is none."""
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"harness: {name!r} given; it must be module:name of a function (base_url, record)") from error
 
 
 @dataclass
@@ -152,7 +224,7 @@ def rows_of(records: Records) -> list[Row]:
     return [{"prompt": record["prompt"][-1]["content"], "record": record} for record in records]
 
 
-def scores_of(batch: hybrid.RolloutBatch, episodes: hybrid.Episodes) -> torch.Tensor:
+def scores_of(batch: hybrid.RolloutBatch, episodes: "hybrid.ConversationEnvironment | HarnessEpisodes") -> torch.Tensor:
     """The rewards of a rollout's rows, float32 [rows]: 0 where a limit ended the conversation before there was one, NaN
     where the environment failed.
     """
@@ -162,11 +234,14 @@ def scores_of(batch: hybrid.RolloutBatch, episodes: hybrid.Episodes) -> torch.Te
     return torch.tensor(rewards, device=batch.prompt_ids.device)
 
 
-def tool_metrics(episodes: hybrid.Episodes, rows: int) -> Metrics:
-    """Tool calls a conversation, and the share of them that failed, over all ranks, with TRL's names.
+def tool_metrics(episodes: "hybrid.ConversationEnvironment | HarnessEpisodes", rows: int) -> Metrics:
+    """Tool calls a conversation, and the share of them that failed, over all ranks, with TRL's names; nothing of
+    programs, whose tools are their own.
 
     rows: conversations of this rank.
     """
+    if isinstance(episodes, HarnessEpisodes):
+        return {}
     own = episodes.metrics()
     calls = own["tools/call_frequency"] * rows
     sums = sums_over_ranks({"rows": rows, "calls": calls, "failed": calls * own["tools/failure_frequency"]})
@@ -186,7 +261,3 @@ def text_of(message: dict[str, Any]) -> str:
     calls = [call["function"] for call in message.get("tool_calls") or []]
     shown = [f"{call['name']}({', '.join(f'{k}={v}' for k, v in call['arguments'].items())})" for call in calls]
     return "\n".join(filter(None, [str(message.get("content") or ""), *shown]))
-
-
-if __name__ == "__main__":
-    main()

@@ -6,29 +6,39 @@ python -m rlhf_examples.chat --path my-model --dtype bfloat16 --max_new_tokens 5
 python -m rlhf_examples.chat --path runs/demo/sft/model --compare runs/demo/ppo/model
 """
 
+from rlhf_examples.common.arguments import ChatArguments
+from rlhf_examples.common.command_line import command
+
+main = command("rlhf_examples.chat", ChatArguments)
+if __name__ == "__main__":
+    raise SystemExit(main())  # before the imports below, which take seconds: help and errors come first
+
 import json
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import torch
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 import hybrid
-from rlhf_examples.common.arguments import ChatArguments
-from rlhf_examples.common.command_line import run_command
 from rlhf_examples.common.engines import deepspeed_config
+from rlhf_examples.common.files import printable
+from rlhf_examples.common.input_errors import end_startup
 from rlhf_examples.common.models import load_exported, load_tokenizer, merged, require_model
-from rlhf_examples.common.ranks import device, end_preparation, seed_everything
-from rlhf_examples.common.terminal import Answers, Terminal
+from rlhf_examples.common.ranks import device, seed_everything
+from rlhf_examples.data.conversations import encode_plain_text, encode_text
 
-Messages = list[dict[str, str]]
+SIDE_BY_SIDE_COLUMNS = 80  # of the terminal; in a narrower one answers are below each other
 MAX_TOKENS = 4096  # of a conversation, if the model allows as many
 HELP = """\
 Enter sends a message; Ctrl-C stops an answer or a command; Ctrl-D or /quit exits.
@@ -37,11 +47,6 @@ Enter sends a message; Ctrl-C stops an answer or a command; Ctrl-D or /quit exit
 /compare PATH      a second model beside the first; without PATH: the first alone
 /pick 2            go on with the second model's last answer
 /save FILE         write the conversation as JSON         /help   this text"""
-
-
-def main() -> None:
-    """Chat with the settings of the command line."""
-    run_command(ChatArguments, run)
 
 
 def run(args: ChatArguments) -> None:
@@ -53,11 +58,11 @@ def run(args: ChatArguments) -> None:
     with suppress(ImportError):  # line editing and earlier lines, where Python has them
         import readline  # noqa: F401
     chat = Chat([load(path, args) for path in paths], args)
-    end_preparation()
-    chat.terminal.note(f"{' and '.join(paths)}\n{HELP}")
+    end_startup()
+    chat.note(f"{' and '.join(paths)}\n{HELP}")
     for speaker in chat.speakers:
         if speaker.tokenizer.chat_template is None:
-            chat.terminal.note(f"{speaker.name} has no chat template: it continues each message as plain text")
+            chat.note(f"{speaker.name} has no chat template: it continues each message as plain text")
     chat.talk(lambda: input("\n> "))
 
 
@@ -86,13 +91,9 @@ def load(path: str, args: ChatArguments) -> Speaker:
     return Speaker(path, engine, tokenizer, max_tokens)
 
 
-class TooLong(ValueError):
-    """A message that does not fit into the model's context."""
-
-
 @dataclass
 class Chat:
-    """A conversation with one model or two; both answer the same messages.
+    """A conversation with one model or two; both answer the same messages. A method `do_NAME` is a command of HELP.
 
     messages: the system message if there is one, then user's and assistant's in turns.
     answers: the latest of each model.
@@ -100,221 +101,217 @@ class Chat:
 
     speakers: list[Speaker]
     args: ChatArguments
-    terminal: Terminal = field(default_factory=Terminal)
-    messages: Messages = field(default_factory=list)
+    console: Console = field(default_factory=lambda: Console(highlight=False, soft_wrap=True))
+    messages: list[dict[str, str]] = field(default_factory=list)
     answers: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.begin(self.args.system)
+        self.do_system(self.args.system)
 
-    def begin(self, system: str) -> None:
-        """Forget the conversation.  system: the new one's system message; "" for none."""
-        self.messages, self.answers = [{"role": "system", "content": system}] if system else [], []
+    def note(self, text: str) -> None:
+        """Print a line about the chat itself, dimmed."""
+        self.console.print(Text(text, style="dim"))
 
-    def talk(self, ask: Callable[[], str]) -> Messages:
-        """Answer and obey until the input ends; returns the conversation.  ask: the next line; EOFError at the end."""
-        while True:
+    def talk(self, ask: Callable[[], str]) -> list[dict[str, str]]:
+        """Answer messages and run commands until the input ends; returns the conversation.
+
+        ask: returns the next line; raises EOFError at the end.
+        """
+        line = ""
+        while line != "/quit":
             try:
-                line = readable(ask()).strip()
+                line = ask().encode("utf-8", "replace").decode().strip()  # a terminal may send half characters
             except UnicodeDecodeError:
-                self.terminal.note("that was no text; nothing was sent")
-                continue
+                self.note("that was no text; nothing was sent")
             except KeyboardInterrupt:  # one that came too late for an answer
-                self.terminal.note("Ctrl-D or /quit exits")
-                continue
+                self.note("Ctrl-D or /quit exits")
             except EOFError:
-                return self.messages
-            if line == "/quit":
-                return self.messages
-            if line.startswith("/"):
-                self.obey(*line[1:].split(maxsplit=1))
-            elif line:
-                self.send(line)
+                break
+            else:
+                self.take(line)
+        return self.messages
 
-    def obey(self, command: str = "help", argument: str = "") -> None:
-        """Run a command of HELP; what is wrong with it is printed."""
-        methods = {
-            "new": lambda: self.begin(self.system),
-            "system": lambda: self.begin(argument),
-            "undo": self.undo,
-            "compare": lambda: self.compare(argument),
-            "pick": lambda: self.pick(argument),
-            "save": lambda: self.save(argument),
-            "help": lambda: self.terminal.note(HELP),
-        }
-        if command not in methods:
-            self.terminal.note(f"no command /{command}; there are {', '.join(f'/{name}' for name in methods)}, /quit")
-            return
-        try:
-            methods[command]()
-        except (ValueError, OSError, RuntimeError) as error:  # also of memory
-            self.terminal.note(f"/{command}: {error}")
-        except KeyboardInterrupt:
-            self.terminal.note(f"/{command}: stopped")
+    def take(self, line: str) -> None:
+        """Send a message, or run a command; an error of that is printed."""
+        name, _, argument = line[1:].partition(" ")
+        commands = {method.removeprefix("do_"): method for method in vars(Chat) if method.startswith("do_")}
+        if not line.startswith("/"):
+            if line:
+                self.send(line)
+        elif name in commands or not name:
+            try:
+                getattr(self, commands.get(name, "do_help"))(argument.strip())
+            except (ValueError, OSError, RuntimeError) as error:  # also of memory
+                self.note(f"/{name}: {error}")
+            except KeyboardInterrupt:
+                self.note(f"/{name}: stopped")
+        elif name != "quit":
+            self.note(f"no command /{name}; there are {', '.join(f'/{each}' for each in commands)}, /quit")
 
     @property
     def system(self) -> str:
         """The system message; "" if there is none."""
         return next((message["content"] for message in self.messages[:1] if message["role"] == "system"), "")
 
-    def undo(self) -> None:
-        """Take the last message and its answer back."""
+    def do_new(self, _: str) -> None:
+        self.do_system(self.system)
+
+    def do_system(self, text: str) -> None:
+        self.messages, self.answers = [{"role": "system", "content": text}] if text else [], []
+
+    def do_undo(self, _: str) -> None:
         if len(self.messages) > bool(self.system):
             del self.messages[-2:]
         self.answers = []
 
-    def compare(self, path: str) -> None:
-        """Let a second model answer too; with an empty path the first alone. A path that is wrong changes nothing."""
-        second = []
+    def do_compare(self, path: str) -> None:
         if path:
             require_model("path", path, self.args.attn_implementation)
-            second = [load(path, self.args)]
-        self.speakers[1:] = second
-        self.terminal.note(f"answers: {' and '.join(speaker.name for speaker in self.speakers)}")
+        self.speakers[1:] = [load(path, self.args)] if path else []
+        self.note(f"answers: {' and '.join(speaker.name for speaker in self.speakers)}")
 
-    def pick(self, number: str) -> None:
-        """Let the conversation go on with the numbered model's last answer."""
+    def do_pick(self, number: str) -> None:
         if not number.isdigit() or not 1 <= int(number) <= len(self.answers):
             raise ValueError(f"{number!r} given; there are answers 1 to {len(self.answers)}")
         self.messages[-1]["content"] = self.answers[int(number) - 1]
-        self.terminal.note(f"the conversation goes on with answer {number}")
+        self.note(f"the conversation continues with answer {number}")
 
-    def save(self, path: str) -> None:
-        """Write the conversation to a JSON file."""
+    def do_save(self, path: str) -> None:
         if not path:
             raise ValueError("no file given")
         Path(path).expanduser().write_text(json.dumps(self.messages, ensure_ascii=False, indent=1))
-        self.terminal.note(f"{len(self.messages)} messages are in {path}")
+        self.note(f"{len(self.messages)} messages are in {path}")
+
+    def do_help(self, _: str) -> None:
+        self.note(HELP)
 
     def send(self, text: str) -> None:
-        """Send a message and print the answers; the conversation goes on with the first. A message that cannot be
+        """Send a message and print the answers; the conversation continues with the first. A message that cannot be
         answered is taken back, and the reason printed."""
         self.messages.append({"role": "user", "content": text})
         try:
             prompts = [self.prompt(speaker) for speaker in self.speakers]
-        except (TooLong, jinja2.TemplateError) as error:
+        except (ValueError, jinja2.TemplateError) as error:
             del self.messages[-1]
-            self.terminal.note(f"{error}; nothing was sent")
+            self.note(f"{error}; nothing was sent")
             return
-        with self.terminal.answers([speaker.name for speaker in self.speakers]) as shown:
-            answered = [
-                self.answer(*each, number, shown)
-                for number, each in enumerate(zip(self.speakers, prompts, strict=True))
-            ]
-        self.answers = [text for text, _ in answered]
-        self.terminal.note("; ".join(speed for _, speed in answered))
+        with Answers(self.console, [speaker.name for speaker in self.speakers]) as shown:
+            pairs = enumerate(zip(self.speakers, prompts, strict=True))
+            speeds = [answer(speaker, ids, partial(shown.add, i), self.args) for i, (speaker, ids) in pairs]
+        self.answers = shown.texts
+        self.note("; ".join(speeds))
         self.messages.append({"role": "assistant", "content": self.answers[0]})
 
     def prompt(self, speaker: Speaker) -> torch.Tensor:
-        """The conversation as a model reads it, int64 [1, tokens]. The oldest messages that do not fit are forgotten.
+        """The conversation as a model reads it, int64 [1, tokens], without the oldest messages that do not fit.
 
-        Raises TooLong if the last message alone does not fit, and jinja2.TemplateError if the template refuses.
+        Raises ValueError if the last message alone does not fit, and jinja2.TemplateError if the template refuses.
         """
         settings = json.loads(self.args.chat_template_kwargs or "{}")
-        room = speaker.max_tokens - self.args.max_new_tokens
-        for messages in shortened(self.messages):
-            ids = encode_prompt(speaker.tokenizer, messages, settings)
+        room, system = speaker.max_tokens - self.args.max_new_tokens, bool(self.system)
+        for first in range(system, len(self.messages), 2):
+            ids = encode_prompt(speaker.tokenizer, self.messages[:system] + self.messages[first:], settings)
             if ids.shape[1] <= room:
-                if forgotten := len(self.messages) - len(messages):
-                    self.terminal.note(
-                        f"{speaker.name} no longer sees the oldest {forgotten} messages: {room} tokens fit"
-                    )
+                if first > system:
+                    self.note(f"{speaker.name} no longer sees the oldest {first - system} messages: {room} tokens fit")
                 return ids
-        raise TooLong(
+        raise ValueError(
             f"the message has {ids.shape[1]} tokens; {room} fit into {speaker.name}, besides max_new_tokens="
             f"{self.args.max_new_tokens} for the answer"
         )
 
-    def answer(self, speaker: Speaker, ids: torch.Tensor, number: int, shown: Answers) -> tuple[str, str]:
-        """Generate and show a model's answer; returns it, and its tokens a second as text. Ctrl-C ends it early."""
-        args, tokenizer = self.args, speaker.tokenizer
-        ends = [*args.stop_token_ids, tokenizer.eos_token_id, hybrid.turn_end_token(tokenizer)]
-        ends = [token for token in dict.fromkeys(ends) if token is not None]
-        sampling: dict[str, Any] = {"do_sample": False}
-        if args.temperature:
-            sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p}
-        stopped = ""
-        with interrupts() as interrupted:
-            streamer = AnswerStreamer(tokenizer, lambda text: shown.add(number, text), interrupted)
-            try:
-                speaker.engine.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    max_new_tokens=args.max_new_tokens,
-                    eos_token_id=ends or None,
-                    pad_token_id=tokenizer.pad_token_id,
-                    streamer=streamer,
-                    **sampling,
-                )
-            except Stopped:
-                streamer.end()
-                stopped = ", stopped"
-        return streamer.text, streamer.speed() + stopped
 
+def answer(speaker: Speaker, ids: torch.Tensor, write: Callable[[str], None], args: ChatArguments) -> str:
+    """Generate a model's answer to a prompt, int64 [1, tokens], and `write` it as it comes; Ctrl-C ends it early.
 
-class Stopped(Exception):
-    """The user ended an answer."""
-
-
-@contextmanager
-def interrupts() -> Iterator[threading.Event]:
-    """Inside the block Ctrl-C sets the event. A KeyboardInterrupt could come anywhere in the engine, or be lost where
-    Python ignores exceptions."""
-    interrupted = threading.Event()
-    before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
+    Returns its tokens, tokens a second after the first one, and seconds to the first one, as text.
+    """
+    tokenizer = speaker.tokenizer
+    ends = dict.fromkeys([*args.stop_token_ids, tokenizer.eos_token_id, hybrid.turn_end_token(tokenizer)])
+    sampling: dict[str, Any] = {"temperature": args.temperature, "top_p": args.top_p} if args.temperature else {}
+    stream, stopped = AnswerStreamer(tokenizer, write), ""
     try:
-        yield interrupted
-    finally:
-        signal.signal(signal.SIGINT, before)
+        speaker.engine.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=args.max_new_tokens,
+            eos_token_id=[token for token in ends if token is not None] or None,
+            pad_token_id=tokenizer.pad_token_id,
+            streamer=stream,
+            do_sample=bool(sampling),
+            **sampling,
+        )
+    except KeyboardInterrupt:
+        stream.end()
+        stopped = ", stopped"
+    start, *times = stream.times
+    first, last = (times[0], times[-1]) if times else (start, start)
+    rate = f", {(len(times) - 1) / (last - first):.0f} tokens/s" if last > first else ""
+    return f"{len(times)} tokens{rate}, first after {first - start:.2f} s{stopped}"
 
 
 class AnswerStreamer(TextStreamer):
-    """Hands an answer's text on as it is generated, and measures.  write: called with each piece of text.
+    """Writes an answer's text as it is generated.  times: of the start, and of each token."""
 
-    Raises Stopped at the next token once `interrupted` is set.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], None], interrupted: threading.Event):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], None]):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.write, self.interrupted, self.text, self.tokens = write, interrupted, "", 0
-        self.start = self.first = self.latest = time.perf_counter()
+        self.write, self.times = write, [time.perf_counter()]
 
     def put(self, value: torch.Tensor) -> None:
         """Takes the prompt first, then each token."""
-        if self.interrupted.is_set():
-            raise Stopped
         if not self.next_tokens_are_prompt:
-            self.tokens += 1
-            self.latest = time.perf_counter()
-            self.first = self.first if self.tokens > 1 else self.latest
+            self.times.append(time.perf_counter())
         super().put(value)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Takes text whose characters are complete."""
-        self.text += text
         self.write(text)
 
-    def speed(self) -> str:
-        """Tokens, tokens a second after the first one, and seconds to the first one, as text."""
-        spent = self.latest - self.first
-        rate = f", {(self.tokens - 1) / spent:.0f} tokens/s" if self.tokens > 1 and spent > 0 else ""
-        return f"{self.tokens} tokens{rate}, first after {self.first - self.start:.2f} s"
 
+class Answers:
+    """Prints answers as they are generated: side by side, redrawn while they grow and printed whole at the end; in a
+    narrow terminal or a pipe below each other, each under its model's name if there is more than one.
+    """
 
-def readable(line: str) -> str:
-    """A line without the half characters that a terminal may send; tokenizers refuse them."""
-    return line.encode("utf-8", "replace").decode()
+    def __init__(self, console: Console, names: list[str]):
+        self.console, self.names, self.texts, self.last = console, names, [""] * len(names), -1
+        beside = len(names) > 1 and console.is_terminal and console.width >= SIDE_BY_SIDE_COLUMNS
+        live = Live(console=console, transient=True, refresh_per_second=12, vertical_overflow="crop")
+        self.live = live if beside else None
 
+    def __enter__(self) -> "Answers":
+        if self.live:
+            self.live.start()
+        return self
 
-def shortened(messages: Messages) -> Iterator[Messages]:
-    """The conversation, then without its oldest message and answer, and so on. The system and last messages stay."""
-    head = messages[: bool(messages and messages[0]["role"] == "system")]
-    for start in range(len(head), len(messages), 2):
-        yield head + messages[start:]
+    def add(self, number: int, text: str) -> None:
+        """Show more text of an answer.  number: of its model."""
+        self.texts[number] += text
+        if self.live:
+            self.live.update(self.table())
+            return
+        if number != self.last and len(self.names) > 1:
+            self.console.print(Text("\n" * (self.last >= 0) + f"[{number + 1}] {self.names[number]}"))
+        self.last = number
+        self.console.file.write(printable(text))
+        self.console.file.flush()
+
+    def table(self) -> Table:
+        """The answers so far."""
+        table = Table(expand=True)
+        for number, name in enumerate(self.names):
+            table.add_column(Text(f"[{number + 1}] {name}"), ratio=1, overflow="fold")
+        table.add_row(*(Text(printable(text)) for text in self.texts))
+        return table
+
+    def __exit__(self, *_: object) -> None:
+        if self.live:
+            self.live.stop()
+        self.console.print(self.table() if self.live else "")
 
 
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, settings: dict[str, Any] | None = None
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], settings: dict | None = None
 ) -> torch.Tensor:
     """The conversation as token ids, int64 [1, tokens]; without a chat template the last message alone.
 
@@ -322,12 +319,7 @@ def encode_prompt(
     """
     if tokenizer.chat_template is not None:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **(settings or {}))
-        start = []
+        ids = encode_text(text, tokenizer)
     else:
-        text = messages[-1]["content"]
-        start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    return torch.tensor([start + tokenizer(text, add_special_tokens=False)["input_ids"]], device=device())
-
-
-if __name__ == "__main__":
-    main()
+        ids = encode_plain_text(messages[-1]["content"], tokenizer)
+    return torch.tensor([ids], device=device())

@@ -7,8 +7,14 @@ torchrun --nproc_per_node=8 -m rlhf_examples.grpo --actor_model_name_or_path my-
     --reward my_rewards:correct --dtype bfloat16
 """
 
+from rlhf_examples.common.arguments import GRPOArguments
+from rlhf_examples.common.command_line import command
+
+main = command("rlhf_examples.grpo", GRPOArguments)
+if __name__ == "__main__":
+    raise SystemExit(main())  # before the imports below, which take seconds: help and errors come first
+
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
 
 import torch
@@ -16,40 +22,33 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 import hybrid
-from rlhf_examples.common.actor import Actor, Evaluation, load_rewards, start_log, time_metrics, train_iterations
-from rlhf_examples.common.arguments import GRPOArguments
-from rlhf_examples.common.best_model import BestModel
-from rlhf_examples.common.checkpoint import Checkpoints
-from rlhf_examples.common.command_line import run_command
+from rlhf_examples.common.actor import Actor, Evaluation, load_rewards
+from rlhf_examples.common.advantages import group_std, shaped_rewards, soft_overlong_punishment
+from rlhf_examples.common.controllers import AdaptiveEntropyController
 from rlhf_examples.common.engines import backward_and_step
-from rlhf_examples.common.files import CHECKPOINTS
 from rlhf_examples.common.forwards import token_logps
 from rlhf_examples.common.groups import dynamic_sampling_groups, next_groups, rewards_differ
-from rlhf_examples.common.losses import (
-    entropy_bonus,
-    group_advantages,
-    group_std,
-    grpo_loss,
-    masked_sum,
-    mean_metrics,
-    mixed_loss,
-    rloo_advantages,
-    soft_overlong_punishment,
-)
-from rlhf_examples.common.measures import Phases, flops_metrics, scores_by_source
-from rlhf_examples.common.models import load_tokenizer, require_model
+from rlhf_examples.common.grpo_settings import advantages_of, policy_loss
+from rlhf_examples.common.losses import entropy_bonus, masked_sum, mean_metrics, mixed_loss
+from rlhf_examples.common.measures import Phases, scores_by_source
+from rlhf_examples.common.models import tokenizer_of
 from rlhf_examples.common.overlapped_rewards import note_reward_models
 from rlhf_examples.common.partial_rollouts import PartialRollouts
-from rlhf_examples.common.ranks import over_ranks, seed_everything, sums_over_ranks
+from rlhf_examples.common.ranks import over_ranks, sums_over_ranks
 from rlhf_examples.common.rollouts import (
     Experience,
     Numerics,
+    Row,
     completion_metrics,
+    decode_completions,
     loss_weights,
     optimizer_steps,
-    training_logps,
+    rank_row_ids,
+    roll_out,
+    sampling,
+    sampling_seed,
 )
-from rlhf_examples.common.run_directory import begin_run
+from rlhf_examples.common.run import Run
 from rlhf_examples.common.scorers import Rewards, Scorer
 from rlhf_examples.common.trackers import Metrics
 from rlhf_examples.data.examples import RowStream
@@ -59,49 +58,46 @@ EMBEDDED = "synthetic:arithmetic"
 BAR = {"reward": "reward", "length": "completions/mean_length", "tokens/s": "time/tokens_per_s"}
 
 
-def main() -> None:
-    """Train with the arguments of the command line and export the policy."""
-    run_command(GRPOArguments, run)
-
-
 def run(args: GRPOArguments) -> Metrics:
     """Train and export a policy; returns the last metrics, and those of the evaluations before and after."""
-    seed_everything(args.seed)
-    directory = Path(args.output_dir)
-    require_model("actor_model_name_or_path", args.actor_model_name_or_path, args.attn_implementation)
-    if not args.reward:
-        raise ValueError("reward: none given; give functions, addresses of servers, or reward models")
+    tokenizer = tokenizer_of(args, "actor_model_name_or_path")
+    args.require_inputs()
     Scorer.check(*args.reward, *args.eval_reward)
-    tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.actor_model_name_or_path, args.chat_template)
     examples, held_out = load_examples("grpo", EMBEDDED, "prompt", args.max_prompt_seq_len, tokenizer, args)
-    begin_run(args)
-    total_steps = args.num_iterations * args.num_grpo_iterations * args.num_mini_batches
-    actor = Actor.load(args, total_steps, needs_reference=args.beta > 0)
-    rewards = load_rewards(args.reward, args.reward_weights, args, args.offload_reference_model)
-
-    prompts, best = RowStream(examples, args.seed), BestModel.from_args(args)
-    partial = PartialRollouts() if args.partial_rollout else None
-    parts = {"prompts": prompts, "best": best, "partial_rollouts": partial, **actor.checkpoint_parts()}
-    checkpoints = Checkpoints(directory / CHECKPOINTS, {"policy": actor.policy}, parts, args.keep_last)
-    done = checkpoints.load_latest() if args.resume else 0
-    evaluation = Evaluation.load(actor.policy, tokenizer, held_out, rewards, args)
-    before = evaluation.before_training(directory, resumed=done > 0)
-    best.check(before["metrics"])
-    log = start_log(args, "GRPO", BAR, args.num_iterations, done)
-    note_reward_models(log, rewards, args.overlap_rewards)
-    if not done:
-        evaluation.evaluate_and_log(log, 0, before)
-
-    def iterate(iteration: int) -> Metrics:
-        return grpo_iteration(actor, rewards, tokenizer, prompts, iteration, args, partial)
-
-    metrics, last = train_iterations(iterate, actor, evaluation, checkpoints, best, log, done, args)
-    after = evaluation.after_training(log, before, last)
-    actor.export(tokenizer, directory)
-    log.close()
+    prompts, partial = RowStream(examples, args.seed), PartialRollouts() if args.partial_rollout else None
+    with Run(args, "GRPO", BAR, args.num_iterations) as run:
+        actor = load_actor(args)
+        rewards = load_rewards(args.reward, args.reward_weights, args, args.offload_reference_model)
+        evaluation = Evaluation.load(actor.policy, tokenizer, held_out, [rewards], args)
+        run.start(
+            actor,
+            tokenizer,
+            evaluation,
+            engines={"policy": actor.policy},
+            parts={"prompts": prompts, "partial_rollouts": partial, "entropy": actor.entropy_controller},
+        )
+        note_reward_models(run.log, rewards, args.overlap_rewards)
+        for iteration in run.iterations():
+            with run.log.engine_output():
+                actor.policy.eval()  # prints DeepSpeed's line about the previous iteration
+            run.add(iteration, grpo_iteration(actor, rewards, tokenizer, prompts, iteration, args, partial))
     actor.destroy()
     rewards.destroy()
-    return {**metrics, **after}
+    return run.metrics
+
+
+def load_actor(args: GRPOArguments, num_rollouts: int = 1) -> Actor:
+    """The policy, its reference if there is a KL, and with `use_adaptive_entropy` a controller.  num_rollouts: of an
+    iteration, each with an update.
+    """
+    total_steps = args.num_iterations * num_rollouts * args.num_grpo_iterations * args.num_mini_batches
+    actor = Actor.load(args, total_steps, needs_reference=args.beta > 0)
+    if args.use_adaptive_entropy:
+        bounds = args.entropy_coef_min, args.entropy_coef_max
+        actor.entropy_controller = AdaptiveEntropyController(
+            args.entropy_coef, args.entropy_target, args.entropy_coef_delta, *bounds
+        )
+    return actor
 
 
 def grpo_iteration(
@@ -132,14 +128,20 @@ def grpo_iteration(
             next_prompts = prompts.next(args.per_device_generation_batch_size * dist.get_world_size())
             groups = next_groups(policy, tokenizer, next_prompts, 0, iteration, args, rewards)
         batch = groups.batch
+        greedy = greedy_completions(policy, tokenizer, groups.prompts, iteration, args)
         phases.end("rollout")
-        logps = window_logps(actor, batch, phases, args)
-    logps = with_training_logps(policy, batch, *logps, phases, args)  # before the rewards, which it overlaps
+        logps = actor.window_logps(batch, phases)
+    logps = actor.training_logps(batch, *logps, phases)  # before the rewards, which it overlaps
     overlapped = groups.overlapped
     if overlapped is not None and not groups.scores:
         groups = replace(groups, scores=overlapped.scores_by_name(batch))
         sampling_metrics = overlapped.metrics()
-    scores = groups.scores[rewards.name]
+    scores, baselines, each = groups.scores[rewards.name], None, None
+    if greedy is not None:
+        baselines = rewards(greedy, groups.prompts[:: args.num_generations], decode_completions(tokenizer, greedy))
+        rewards.last_scores = groups.scores  # so that `Rewards.metrics` covers the sampled completions
+    if args.multi_objective_aggregation == "normalize_then_sum":
+        each = torch.stack([groups.scores[scorer.name] for scorer in rewards.scorers], dim=1), rewards.weights
     phases.end("rewards")
     learned = ~scores.isnan()
     if args.dynamic_sampling:  # before the length penalty: a group that differs in length alone teaches nothing
@@ -148,37 +150,22 @@ def grpo_iteration(
         lengths = batch.completion_mask.sum(dim=1)
         scores = scores + soft_overlong_punishment(lengths, args.max_answer_seq_len, args.soft_punish_cache)
     metrics = sampling_metrics | rewards.metrics() | scores_by_source(groups.prompts, scores, args.data_path)
-    return metrics | learn(actor, batch, *logps, scores, learned, iteration, phases, args)
+    return metrics | learn(actor, batch, *logps, scores, learned, iteration, phases, args, baselines, each)
 
 
-def window_logps(
-    actor: Actor, batch: hybrid.RolloutBatch, phases: Phases, args: GRPOArguments
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """What is computed in the window of the rollout: old logprobs (None with `importance_sampling_correction`) and the
-    reference's (None without `beta`), float32 [rows, completion].
-    """
-    old_logps = None if args.importance_sampling_correction else actor.old_logps(batch)
-    phases.end("old_logps")
-    ref_logps = actor.reference_logps(batch) if args.beta else None
-    phases.end("ref_logps")
-    return old_logps, ref_logps
-
-
-def with_training_logps(
+def greedy_completions(
     policy: hybrid.HybridEngine,
-    batch: hybrid.RolloutBatch,
-    old_logps: torch.Tensor | None,
-    ref_logps: torch.Tensor | None,
-    phases: Phases,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[Row],
+    iteration: int,
     args: GRPOArguments,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The logprobs of `window_logps`, with those of the training forward where it left the old ones out: `score` would
-    give the sampler's own.
-    """
-    if old_logps is None:
-        old_logps = training_logps(policy, batch, args)
-        phases.end("old_logps")
-    return old_logps, ref_logps
+) -> hybrid.RolloutBatch | None:
+    """The greedy completion of each prompt, for `advantages: remax`; else None.  prompts: one for each completion."""
+    if args.advantages != "remax":
+        return None
+    of_groups = prompts[:: args.num_generations]
+    params = replace(sampling(args, sampling_seed(args.seed, iteration)), temperature=0.0)
+    return roll_out(policy, tokenizer, of_groups, rank_row_ids(len(of_groups)), params)
 
 
 def learn(
@@ -191,13 +178,15 @@ def learn(
     iteration: int,
     phases: Phases,
     args: GRPOArguments,
+    baselines: torch.Tensor | None = None,
+    each: tuple[torch.Tensor, list[float]] | None = None,
 ) -> Metrics:
     """Update the policy on this rank's scored completions, padded to the widths of all ranks; returns metrics.
 
-    old_logps, ref_logps: float32 [rows, completion].  scores, learned: as in `make_experience`.
+    old_logps, ref_logps: float32 [rows, completion].  scores, learned, baselines, each: as in `make_experience`.
     """
     policy = actor.policy
-    experience, metrics = make_experience(batch, old_logps, ref_logps, scores, learned, args)
+    experience, metrics = make_experience(batch, old_logps, ref_logps, scores, learned, args, baselines, each)
     experience = experience.all_gather(args.num_generations)
     phases.end("advantages")
     policy.train()
@@ -207,10 +196,7 @@ def learn(
     return {
         **metrics,
         "episode": iteration * len(experience.mask),
-        "lr": policy.get_lr()[0],
-        **actor.tokens.add(batch.attention_mask.sum()),
-        **time_metrics(policy, batch, phases),
-        **flops_metrics(flops, phases.seconds["train"], args.peak_tflops),
+        **actor.iteration_metrics(batch, phases, flops),
     }
 
 
@@ -221,17 +207,22 @@ def make_experience(
     rewards: torch.Tensor,
     learned: torch.Tensor,
     args: GRPOArguments,
+    baselines: torch.Tensor | None = None,
+    each: tuple[torch.Tensor, list[float]] | None = None,
 ) -> tuple[Experience, Metrics]:
     """Compute the advantages of this rank's scored completions; returns the experience, and metrics of all ranks.
 
     old_logps, ref_logps float32 [rows, completion]; rewards float32 [rows], NaN where a completion could not be scored.
     learned: bool [rows], False for completions that are masked out of the loss.
+    baselines, each: as in `advantages_of`.
     """
     mask = batch.completion_mask
-    if args.advantages == "rloo":
-        advantages = rloo_advantages(rewards, args.num_generations)
-    else:
-        advantages = group_advantages(rewards, args.num_generations, args.scale_rewards, over_ranks)
+    token_rewards = None
+    if args.use_kl_in_reward or args.advantages == "reinforce_plus_plus":
+        kl_coef, scored = args.beta if args.use_kl_in_reward else 0.0, mask * ~rewards.isnan()[:, None]
+        references = old_logps if ref_logps is None else ref_logps
+        token_rewards = shaped_rewards(rewards, old_logps, references, scored, kl_coef)
+    advantages = advantages_of(rewards, token_rewards, mask, args, baselines, each)
     has_eos = torch.tensor([reason == "stop" for reason in batch.finish_reason], device=mask.device)
     learned = learned & (has_eos | (not args.mask_truncated_completions))
     weights, weight_metrics = loss_weights(old_logps, batch.sampling_per_token_logps, mask, args)
@@ -281,8 +272,11 @@ def update(actor: Actor, experience: Experience, iteration: int, args: GRPOArgum
     """`num_grpo_iterations` passes over the experience of all ranks; returns metrics of all ranks."""
     steps = optimizer_steps(experience, args.num_grpo_iterations, iteration, args)
     numerics = Numerics(actor.policy, experience, steps[0], args.numerics_control_rows, args)
-    losses, grad_norms, forward = [], [], (args.temperature, args.logit_chunk, args.padding_free)
+    losses, grad_norms, forward = [], [], (args.temperature, args.training_forward)
+    controller, generator = actor.entropy_controller, torch.Generator()
+    generator.manual_seed(sampling_seed(args.seed, iteration) * 1009 + dist.get_rank())
     for step in steps:
+        entropy_coef = args.entropy_coef if controller is None else controller.value
         mask = experience.mask[step.rows]
         denominator = step.denominator(
             tokens=int(mask.sum()),
@@ -292,33 +286,18 @@ def update(actor: Actor, experience: Experience, iteration: int, args: GRPOArgum
         )
         for index, batch in enumerate(step.micro_batches(experience)):
             width = batch.mask.shape[1]
-            logps, entropies = token_logps(actor.policy, batch.sequences, batch.attention_mask, width, *forward)
-            loss = grpo_loss(
-                logps,
-                batch.old_logps,
-                batch.advantages,
-                batch.mask,
-                denominator=denominator,
-                epsilon=args.epsilon,
-                epsilon_high=args.epsilon_high or None,
-                delta=args.delta or None,
-                beta=args.beta,
-                ref_logps=batch.ref_logps,
-                use_bias_correction_kl=args.use_bias_correction_kl,
-                loss_type=args.loss_type,
-                importance_sampling_level=args.importance_sampling_level,
-                weights=batch.weights,
-                entropies=entropies,
-            )
-            if args.entropy_coef:
+            rows = batch.sequences, batch.attention_mask, width
+            logps, entropies = token_logps(actor.policy, *rows, *forward, entropy=True)
+            loss = policy_loss(logps, entropies, batch, denominator, args, generator)
+            if entropy_coef:
+                assert entropies is not None, "requested above"
                 bonus = entropy_bonus(entropies, batch.mask, step.denominator(tokens=int(mask.sum())))
-                loss = mixed_loss(loss, entropy=bonus, entropy_coef=args.entropy_coef)
+                loss = mixed_loss(loss, entropy=bonus, entropy_coef=entropy_coef)
             losses.append(loss)
             grad_norms += backward_and_step(actor.policy, loss.loss, index, len(step.micro_batch_rows))
             numerics.add(logps)
+        if controller is not None:
+            controller.update(mean_metrics(losses[-len(step.micro_batch_rows) :], over_ranks)["entropy"])
         actor.update_average()
-    return {**mean_metrics(losses, over_ranks), "grad_norm": fmean(grad_norms), **numerics.metrics()}
-
-
-if __name__ == "__main__":
-    main()
+    metrics = {**mean_metrics(losses, over_ranks), "grad_norm": fmean(grad_norms), **numerics.metrics()}
+    return metrics if controller is None else {**metrics, "entropy_coef": controller.coef}

@@ -7,40 +7,37 @@ torchrun --nproc_per_node=8 -m rlhf_examples.pairs --model_name_or_path my-model
     --reward my_rewards:prefers --zero_stage 3 --dtype bfloat16
 """
 
+from rlhf_examples.common.arguments import PairsArguments
+from rlhf_examples.common.command_line import command
+
+main = command("rlhf_examples.pairs", PairsArguments)
+if __name__ == "__main__":
+    raise SystemExit(main())  # before the imports below, which take seconds: help and errors come first
+
 import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlhf_examples.common.actor import Evaluation
-from rlhf_examples.common.arguments import PairsArguments
-from rlhf_examples.common.command_line import run_command
 from rlhf_examples.common.engines import load_rollout_engine
 from rlhf_examples.common.files import PAIRS, write_atomically
-from rlhf_examples.common.models import load_exported, load_tokenizer, require_model
+from rlhf_examples.common.models import load_exported, tokenizer_of
 from rlhf_examples.common.ranks import barrier, is_main_process
 from rlhf_examples.common.rollouts import Row
 from rlhf_examples.common.scorers import Rewards
 from rlhf_examples.common.trackers import Metrics
-from rlhf_examples.data.examples import tokenize_records
-from rlhf_examples.data.records import load_records
+from rlhf_examples.data.held_out import load_prompts
 from rlhf_examples.data.synthetic import preference_pairs
-from rlhf_examples.data.texts import RecordFormat, template_columns
-
-
-def main() -> None:
-    """Make pairs with the arguments of the command line."""
-    run_command(PairsArguments, run, lambda args, result: print(json.dumps(result)))
+from rlhf_examples.data.texts import template_columns
 
 
 def run(args: PairsArguments) -> Metrics:
     """Write pairs.jsonl; returns the number of pairs and of completions. Each of `rounds` passes draws two
     completions of every prompt with seeds of its own.
     """
-    require_model("model_name_or_path", args.model_name_or_path, args.attn_implementation)
-    tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path, args.chat_template)
-    records, record_format = load_records(args.data_path), RecordFormat.from_args(args)
-    examples = tokenize_records(records, tokenizer, "prompt", args.max_prompt_seq_len, record_format=record_format)
+    tokenizer = tokenizer_of(args, "model_name_or_path")
+    examples = load_prompts(tokenizer, args)
     rows, texts = list(examples.rows), [row["prompt"] for row in examples.rows]
     attention: dict[str, Any] = {"attn_implementation": args.attn_implementation}
     rewards = Rewards.load([args.reward], args.dtype, args.per_device_eval_batch_size, **attention)
@@ -73,17 +70,18 @@ def run(args: PairsArguments) -> Metrics:
     return {"pairs": len(pairs), "completions": 2 * args.rounds * len(rows)}
 
 
+def report(args: PairsArguments, result: Metrics) -> None:
+    """Print the numbers of pairs and of completions."""
+    print(json.dumps(result))
+
+
 def as_record(pair: dict[str, str], row: Row) -> dict[str, Any]:
     """A pair of texts as a record of the same form as its prompt's: a conversation keeps its messages, tools and
     settings.
 
-    A conversation is not written as the text of the chat template: read again, it would get a second start token.
+    A conversation is not written as the text of the chat template: read again, its answers would not end with the turn.
     """
     if not row["messages"]:
         return pair
     answers = {name: [{"role": "assistant", "content": pair[name]}] for name in ("chosen", "rejected")}
     return {"prompt": json.loads(row["messages"]), **answers, **template_columns(json.loads(row["columns"]))}
-
-
-if __name__ == "__main__":
-    main()

@@ -6,8 +6,14 @@ torchrun --nproc_per_node=2 -m rlhf_examples.ppo --data_path synthetic:stories -
 torchrun --nproc_per_node=8 -m rlhf_examples.ppo configs/8gpu_7b_lora.yaml
 """
 
-from dataclasses import dataclass
-from pathlib import Path
+from rlhf_examples.common.arguments import PPOArguments
+from rlhf_examples.common.command_line import command
+
+main = command("rlhf_examples.ppo", PPOArguments)
+if __name__ == "__main__":
+    raise SystemExit(main())  # before the imports below, which take seconds: help and errors come first
+
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 import torch
@@ -15,35 +21,27 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 import hybrid
-from rlhf_examples.common.actor import Actor, Evaluation, load_rewards, start_log, time_metrics, train_iterations
-from rlhf_examples.common.arguments import PPOArguments
-from rlhf_examples.common.batches import require_exact_values
-from rlhf_examples.common.best_model import BestModel
-from rlhf_examples.common.checkpoint import Checkpoints
-from rlhf_examples.common.command_line import run_command
-from rlhf_examples.common.engines import Training, backward_and_step, make_engine
-from rlhf_examples.common.files import CHECKPOINTS
+from rlhf_examples.common.actor import Actor, Evaluation, load_rewards
+from rlhf_examples.common.advantages import advantages_and_returns, masked_whiten, shaped_rewards
+from rlhf_examples.common.controllers import AdaptiveKLController, FixedKLController
+from rlhf_examples.common.engines import Training, backward_and_step, make_value_engine
 from rlhf_examples.common.forwards import frozen_values, token_logps, token_values
 from rlhf_examples.common.losses import (
-    AdaptiveKLController,
-    FixedKLController,
     Loss,
-    advantages_and_returns,
     entropy_bonus,
     explained_variance,
     masked_sum,
-    masked_whiten,
     mean_metrics,
     mixed_loss,
-    policy_loss,
-    shaped_rewards,
     value_loss,
 )
-from rlhf_examples.common.measures import Phases, TrainingFlops, flops_metrics, scores_by_source
-from rlhf_examples.common.models import load_tokenizer, load_value_model, require_model
+from rlhf_examples.common.measures import Phases, TrainingFlops, scores_by_source
+from rlhf_examples.common.models import load_value_model, require_model, tokenizer_of
 from rlhf_examples.common.overlapped_rewards import OverlappedRewards, note_reward_models
+from rlhf_examples.common.policy_losses import policy_loss
 from rlhf_examples.common.pretraining import PretrainingTexts
-from rlhf_examples.common.ranks import over_ranks, rank_share, seed_everything, sums_over_ranks
+from rlhf_examples.common.ranks import over_ranks, rank_share, sums_over_ranks
+from rlhf_examples.common.rollout_log import log_rollout, numbered
 from rlhf_examples.common.rollouts import (
     Experience,
     Numerics,
@@ -56,9 +54,9 @@ from rlhf_examples.common.rollouts import (
     roll_out,
     sampling,
     sampling_seed,
-    training_logps,
+    with_turn_end,
 )
-from rlhf_examples.common.run_directory import begin_run
+from rlhf_examples.common.run import Run
 from rlhf_examples.common.scorers import Rewards, Scorer
 from rlhf_examples.common.trackers import Metrics
 from rlhf_examples.data.examples import RowStream
@@ -68,54 +66,37 @@ EMBEDDED = "synthetic:stories"
 BAR = {"score": "objective/scores", "kl": "objective/kl", "tokens/s": "time/tokens_per_s"}
 
 
-def main() -> None:
-    """Train with the arguments of the command line and export the policy."""
-    run_command(PPOArguments, run)
-
-
 def run(args: PPOArguments) -> Metrics:
     """Train and export a policy; returns the last metrics, and those of the evaluations before and after."""
-    seed_everything(args.seed)
-    directory = Path(args.output_dir)
     check(args)
-    tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.actor_model_name_or_path, args.chat_template)
+    tokenizer = tokenizer_of(args, "actor_model_name_or_path")
     examples, held_out = load_examples("ppo", EMBEDDED, "prompt", args.max_prompt_seq_len, tokenizer, args)
-    ptx = PretrainingTexts.load(tokenizer, args)
-    begin_run(args)
-    models = Models.load(args)
-    kl_ctl = kl_controller(args)
-
-    prompts, best = RowStream(examples, args.seed), BestModel.from_args(args)
-    parts = {"prompts": prompts, "kl_ctl": kl_ctl, "ptx": ptx, "best": best, **models.actor.checkpoint_parts()}
-    checkpoints = Checkpoints(directory / CHECKPOINTS, models.engines(), parts, args.keep_last)
-    done = checkpoints.load_latest() if args.resume else 0
-    evaluation = Evaluation.load(models.actor.policy, tokenizer, held_out, models.rewards, args)
-    before = evaluation.before_training(directory, resumed=done > 0)
-    best.check(before["metrics"])
-    log = start_log(args, "PPO", BAR, args.num_iterations, done)
-    note_reward_models(log, models.rewards, args.overlap_rewards and bool(args.reward))
-    if not done:
-        evaluation.evaluate_and_log(log, 0, before)
-
-    def iterate(iteration: int) -> Metrics:
-        batch = rank_share(prompts.next(args.per_device_generation_batch_size * dist.get_world_size()))
-        return ppo_iteration(models, tokenizer, batch, ptx, kl_ctl, iteration, args)
-
-    metrics, last = train_iterations(iterate, models.actor, evaluation, checkpoints, best, log, done, args)
-    after = evaluation.after_training(log, before, last)
-    models.actor.export(tokenizer, directory)
-    log.close()
+    prompts, ptx, kl_ctl = RowStream(examples, args.seed), PretrainingTexts.load(tokenizer, args), kl_controller(args)
+    with Run(args, "PPO", BAR, args.num_iterations) as run:
+        models = Models.load(args)
+        evaluation = Evaluation.load(models.actor.policy, tokenizer, held_out, [models.rewards], args)
+        run.start(
+            models.actor,
+            tokenizer,
+            evaluation,
+            engines={"policy": models.actor.policy, "critic": models.critic},
+            parts={"prompts": prompts, "kl_ctl": kl_ctl, "ptx": ptx},
+        )
+        note_reward_models(run.log, models.rewards, args.overlap_rewards and bool(args.reward))
+        for iteration in run.iterations():
+            with run.log.engine_output():
+                models.actor.policy.eval()  # prints DeepSpeed's line about the previous iteration
+            batch = rank_share(prompts.next(args.per_device_generation_batch_size * dist.get_world_size()))
+            run.add(iteration, ppo_iteration(models, tokenizer, batch, ptx, kl_ctl, iteration, args))
     models.destroy()
-    return {**metrics, **after}
+    return run.metrics
 
 
 def check(args: PPOArguments) -> None:
-    """Raises ValueError if a model or reward that a setting names does not exist, or if there is no reward."""
-    require_model("actor_model_name_or_path", args.actor_model_name_or_path, args.attn_implementation)
+    """Raises ValueError if a critic or reward that a setting names does not exist, or if there is no reward."""
+    args.require_inputs()
     if args.critic_model_name_or_path:
         require_model("critic_model_name_or_path", args.critic_model_name_or_path, args.attn_implementation)
-    elif not args.reward:
-        raise ValueError("reward: none given; give a function, or a reward model as critic_model_name_or_path")
     Scorer.check(*args.reward, *args.eval_reward)
 
 
@@ -144,14 +125,9 @@ class Models:
             attn_implementation=args.attn_implementation,
         )
         rewards = load_rewards(args.reward or [reward_model], args.reward_weights, args, args.offload_reference_model)
-        critic = make_engine(critic, args, training)
-        if args.padding_free:
-            require_exact_values(critic)
+        critic = make_value_engine(critic, args, training)
+        actor.policy.count_training_of(critic)
         return cls(actor, critic, rewards, TrainingFlops.of(critic.module))
-
-    def engines(self) -> dict[str, hybrid.HybridEngine]:
-        """The engines that checkpoints save, by name."""
-        return {"policy": self.actor.policy, "critic": self.critic}
 
     def destroy(self) -> None:
         """Destroy the engines."""
@@ -175,19 +151,15 @@ def ppo_iteration(
     """
     phases, policy = Phases(), models.actor.policy
     with policy.inference():
-        params = sampling(args, sampling_seed(args.seed, iteration))
+        params = with_turn_end(sampling(args, sampling_seed(args.seed, iteration)), tokenizer)
         rewards = OverlappedRewards(models.rewards, tokenizer, prompts, overlaps=args.overlap_rewards)
         row_ids = rank_row_ids(len(prompts))
         batch = roll_out(policy, tokenizer, prompts, row_ids, params, on_rows=rewards.on_rows)
+        log_rollout(batch, numbered(row_ids), params, iteration, args)
         phases.end("rollout")
-        if not args.importance_sampling_correction:
-            old_logps = models.actor.old_logps(batch)
-        phases.end("old_logps")
-        ref_logps = models.actor.reference_logps(batch)
-        phases.end("ref_logps")
-    if args.importance_sampling_correction:  # from the training forward: `score` would be the sampler's own logprobs
-        old_logps = training_logps(policy, batch, args)
-        phases.end("old_logps")
+        logps = models.actor.window_logps(batch, phases)
+    old_logps, ref_logps = models.actor.training_logps(batch, *logps, phases)
+    assert ref_logps is not None, "PPO's reward has the KL to the reference"
     experience, metrics = make_experience(models, rewards, batch, old_logps, ref_logps, kl_ctl.value, args, phases)
     experience = experience.all_gather()
     phases.end("advantages")
@@ -203,10 +175,7 @@ def ppo_iteration(
     return {
         **metrics,
         "episode": iteration * len(experience.mask),
-        "lr": policy.get_lr()[0],
-        **models.actor.tokens.add(batch.attention_mask.sum()),
-        **time_metrics(policy, batch, phases),
-        **flops_metrics(flops, phases.seconds["train"], args.peak_tflops),
+        **models.actor.iteration_metrics(batch, phases, flops),
     }
 
 
@@ -304,9 +273,14 @@ def update(
         denominator = step.denominator(tokens=int(experience.mask[step.rows].sum()))
         ptx_batches = ptx.next(step) if ptx else [None] * num_micro_batches
         for index, (batch, ptx_batch) in enumerate(zip(step.micro_batches(experience), ptx_batches, strict=True)):
+            # A backward of its own: ZeRO reduces a parameter's gradient once in each.
+            ptx_loss = ptx_batch.loss(actor.policy, args) if ptx_batch else None
+            if ptx_loss is not None:
+                actor.policy.set_gradient_accumulation_boundary(False)
+                actor.policy.backward(args.unsup_coef * ptx_loss.loss / num_micro_batches)
+                ptx_loss = replace(ptx_loss, loss=ptx_loss.loss.detach())
             loss, logps = actor_loss(actor.policy, batch, denominator, args)
-            if ptx_batch:
-                loss = mixed_loss(loss, ptx=ptx_batch.loss(actor.policy, args), unsup_coef=args.unsup_coef)
+            loss = mixed_loss(loss, ptx=ptx_loss, unsup_coef=args.unsup_coef)
             grad_norms += backward_and_step(actor.policy, loss.loss, index, num_micro_batches)
             policy_losses.append(loss)
             numerics.add(logps)
@@ -343,10 +317,11 @@ def actor_loss(
     """The clipped policy loss of a micro batch minus the entropy bonus, and the policy's logprobs, float32 [rows,
     completion].
     """
-    width, forward = batch.mask.shape[1], (args.temperature, args.logit_chunk, args.padding_free)
-    logps, entropies = token_logps(policy, batch.sequences, batch.attention_mask, width, *forward)
+    rows = batch.sequences, batch.attention_mask, batch.mask.shape[1]
+    forward = args.temperature, args.training_forward
+    logps, entropies = token_logps(policy, *rows, *forward, entropy=bool(args.entropy_coef))
     loss = policy_loss(logps, batch.old_logps, batch.advantages, batch.mask, args.cliprange, denominator, batch.weights)
-    if args.entropy_coef:
+    if entropies is not None:
         bonus = entropy_bonus(entropies, batch.mask, denominator)
         loss = mixed_loss(loss, entropy=bonus, entropy_coef=args.entropy_coef)
     return loss, logps
@@ -355,7 +330,7 @@ def actor_loss(
 def critic_loss(critic: hybrid.HybridEngine, batch: Experience, denominator: float, args: PPOArguments) -> Loss:
     """The clipped value loss of a micro batch."""
     width = batch.mask.shape[1]
-    values = token_values(critic, batch.sequences, batch.attention_mask, width, args.padding_free)
+    values = token_values(critic, batch.sequences, batch.attention_mask, width, args.training_forward)
     assert batch.old_values is not None and batch.returns is not None, "PPO's experience has both"
     return value_loss(values, batch.old_values, batch.returns, batch.mask, args.cliprange_value, denominator)
 
@@ -365,7 +340,3 @@ def kl_controller(args: PPOArguments) -> FixedKLController:
     if args.adap_kl_ctrl:
         return AdaptiveKLController(args.kl_ctl, args.kl_target, args.kl_horizon)
     return FixedKLController(args.kl_ctl)
-
-
-if __name__ == "__main__":
-    main()

@@ -11,22 +11,31 @@ import json
 import math
 import os
 import re
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from decimal import Decimal
 from functools import partial
 from numbers import Real
 from typing import Any
-from urllib.error import HTTPError
-from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
+
+import httpx2
+
+from rlhf_examples.common.choices import NAMED_REWARDS, named_reward
+from rlhf_examples.common.daemon_threads import running
+from rlhf_examples.common.http_client import fetch
 
 # Returns a number for each completion; NaN or None for one that cannot be scored, which is masked out of the loss.
 Reward = Callable[..., Any]  # gives list[float | None], or a coroutine that does
-REWARDS_ALLOWED = "module:function, the address of a reward server, or the directory or hub name of a reward model"
+REWARDS_ALLOWED = (
+    "module:function, the address of a reward server, or the directory or hub name of a reward model; or one of "
+    f"{', '.join(NAMED_REWARDS)} (also NAME:settings.yaml)"
+)
 SERVER = "server:"  # prefix of the name of a server that the pipeline has started
 SERVERS = "RLHF_REWARD_SERVERS"  # environment variable: a JSON object of the servers' addresses by name
-FIRST_RETRY_DELAY_S = 0.5  # before the first retry; each further pause is twice as long
+FIRST_RETRY_DELAY_S = 0.5  # before the first retry; each further pause is twice as long, up to the seventh
+GRACE_S = 5.0  # seconds for cancelled async functions to end; one that blocks its event loop longer is an error
+RETRIED = (408, 429)  # statuses below 500 that ask for a retry: a timeout, too many requests
 
 HAPPY = set("laughed danced joy warm happy smiled loved wonderful fun".split())
 SAD = set("cried sad broken lost lonely gloomy angry afraid dark".split())
@@ -98,15 +107,21 @@ def last_number(text: str) -> Decimal | None:
 
 
 def load_reward(name: str) -> Reward:
-    """The reward `module:function` (also `async def`), or a reward server: its address, or `server:NAME` of the
-    pipeline.
+    """The reward `module:function` (also `async def`), a reward server (its address, or `server:NAME` of the pipeline),
+    or one of NAMED_REWARDS, as NAME or NAME:settings.yaml.
 
     Raises ValueError, with the allowed forms, if there is no such function or server.
     """
-    if is_address(name := address_of(name)):
-        return partial(ask_server, name)
-    module, _, function = name.partition(":")
     invalid = f"reward: {name!r} given; it must be {REWARDS_ALLOWED}"
+    if is_address(name := address_of(name)):
+        try:
+            httpx2.URL(name)
+        except httpx2.InvalidURL as error:
+            raise ValueError(f"{invalid} ({error})") from error
+        return partial(ask_server, name)
+    if kind := named_reward(name):
+        return importlib.import_module(NAMED_REWARDS[kind]).load(name.partition(":")[2])
+    module, _, function = name.partition(":")
     try:
         reward = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
@@ -133,39 +148,39 @@ def is_address(name: str) -> bool:
 
 
 def reward_name(name: str) -> str:
-    """A reward's name in metrics: the function's name, or the last part of the path of the server's address."""
+    """A reward's name in metrics: the function's name, the last part of the path of the server's address, or that
+    of NAMED_REWARDS.
+    """
     if is_address(name := address_of(name)):
-        return urlsplit(name).path.strip("/").rpartition("/")[2] or "reward_server"
-    return name.rpartition(":")[2]
+        return httpx2.URL(name).path.strip("/").rpartition("/")[2] or "reward_server"
+    return named_reward(name) or name.rpartition(":")[2]
 
 
 async def ask_server(address: str, prompts: list[str], completions: list[str], **columns: list) -> list[float | None]:
     """The rewards that a server returns. It gets, by POST, the JSON {"prompts": [text, ...], "completions": [text,
     ...], "columns": {name: [value, ...]}}, lists of equal length, and returns {"rewards": [number or null, ...]}.
 
-    Raises ValueError if the server rejects the request (status 400 to 499) or returns anything else, OSError if it does
-    not answer.
+    Raises ValueError if the server rejects the request (status 400 to 499, but for those in `RETRIED`) or returns
+    anything else, RuntimeError for any other status of an error, httpx2.HTTPError if there is no response.
     """
     body = json.dumps({"prompts": prompts, "completions": completions, "columns": columns}).encode()
-    request = Request(address, data=body, headers={"Content-Type": "application/json"})
-    response = await asyncio.to_thread(answer_to, request)
+    content = checked_content(address, await fetch(address, body))
     try:
-        return json.loads(response)["rewards"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f'{address} must return {{"rewards": [...]}}; it returned {response[:200]!r}') from error
+        return json.loads(content)["rewards"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f'{address} must return {{"rewards": [...]}}; it returned {content[:200]!r}') from error
 
 
-def answer_to(request: Request) -> bytes:
-    """The body of a server's response. Raises ValueError for a status from 400 to 499, OSError if the request fails."""
-    try:
-        with urlopen(request) as response:
-            return response.read()
-    except HTTPError as error:
-        if 400 <= error.code < 500:
-            raise ValueError(
-                f"{request.full_url} rejected the request: {error.code}, {error.read()[:200]!r}"
-            ) from error
-        raise
+def checked_content(address: str, response: httpx2.Response) -> bytes:
+    """A response's body. Raises ValueError for status 400 to 499, but for those in `RETRIED`, and RuntimeError for any
+    other status of an error.
+    """
+    status, content = response.status_code, response.content
+    if 400 <= status < 500 and status not in RETRIED:
+        raise ValueError(f"{address} rejected the request: {status}, {content[:200]!r}")
+    if not response.is_success:
+        raise RuntimeError(f"{address} failed: {status}, {content[:200]!r}")
+    return content
 
 
 def score_all(
@@ -179,7 +194,7 @@ def score_all(
     """The scores of all reward functions by name: a float for each completion, NaN for None, NaN and infinities.
 
     Async functions run concurrently, in a thread of their own, while the other functions run. An attempt takes at most
-    `timeout_s` seconds; a failed one is repeated up to `retries` times.
+    `timeout_s` seconds; a failed one is repeated up to `retries` times. Whatever is raised cancels the async functions.
     Raises ValueError if a function returns anything but numbers, RuntimeError if the last attempt fails.
     """
     async_rewards = {name: reward for name, reward in rewards.items() if inspect.iscoroutinefunction(reward)}
@@ -192,10 +207,16 @@ def score_all(
         )
         return await asyncio.gather(*attempts)
 
-    with ThreadPoolExecutor(max_workers=1) as executor:  # in a thread: the caller may already run an event loop
-        async_scores = executor.submit(asyncio.run, score_async()) if async_rewards else None
+    with running(score_async()) as async_scores:  # in a thread: the caller may already run an event loop
         scores = {name: reward(prompts, completions, **columns) for name, reward in sync_rewards.items()}
-        scores |= dict(zip(async_rewards, async_scores.result(), strict=True)) if async_scores else {}
+        longest_s = (retries + 1) * (timeout_s + retry_delay_s(retries)) + GRACE_S
+        try:
+            scores |= zip(async_rewards, async_scores.result(min(longest_s, threading.TIMEOUT_MAX)), strict=True)
+        except FutureTimeoutError as error:
+            raise RuntimeError(
+                f"reward: of {', '.join(async_rewards)}, an async function runs for more than {timeout_s} s and cannot "
+                "be cancelled: it must await what takes time (asyncio.to_thread for a function that blocks)"
+            ) from error
     return {name: as_numbers(scores[name], name, len(completions)) for name in rewards}
 
 
@@ -210,10 +231,16 @@ async def with_retries(name: str, call: Callable, timeout_s: float, retries: int
             raise
         except Exception as error:
             if attempt == retries:
-                reason = f"took longer than {timeout_s} s" if isinstance(error, TimeoutError) else f"failed ({error!r})"
+                timed_out = isinstance(error, asyncio.TimeoutError)
+                reason = f"took longer than {timeout_s} s" if timed_out else f"failed ({error!r})"
                 raise RuntimeError(f"reward: {name} {reason}, after {retries} retries") from error
-            await asyncio.sleep(FIRST_RETRY_DELAY_S * 2**attempt)
+            await asyncio.sleep(retry_delay_s(attempt))
     raise AssertionError("the last attempt returns or raises")
+
+
+def retry_delay_s(attempt: int) -> float:
+    """Seconds between an attempt, counted from 0, and the next one."""
+    return FIRST_RETRY_DELAY_S * 2 ** min(attempt, 7)
 
 
 def as_numbers(scores: Any, name: str, count: int) -> list[float]:

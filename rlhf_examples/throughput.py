@@ -5,6 +5,13 @@ torchrun --nproc_per_node=2 -m rlhf_examples.throughput --model_name_or_path run
 torchrun --nproc_per_node=8 -m rlhf_examples.throughput --model_name_or_path my-model --dtype bfloat16
 """
 
+from rlhf_examples.common.arguments import ThroughputArguments
+from rlhf_examples.common.command_line import command
+
+main = command("rlhf_examples.throughput", ThroughputArguments)
+if __name__ == "__main__":
+    raise SystemExit(main())  # before the imports below, which take seconds: help and errors come first
+
 import json
 import statistics
 import time
@@ -17,21 +24,13 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 import hybrid
-from rlhf_examples.common.arguments import ThroughputArguments
-from rlhf_examples.common.command_line import run_command
 from rlhf_examples.common.engines import deepspeed_config, load_rollout_engine
-from rlhf_examples.common.models import load_exported, load_tokenizer, merged, require_model
+from rlhf_examples.common.models import load_exported, merged, tokenizer_of
 from rlhf_examples.common.ranks import barrier, device, over_ranks, rank_share
 from rlhf_examples.common.rollouts import sampling
 from rlhf_examples.common.trackers import Metrics
-from rlhf_examples.data.examples import collate_prompts, tokenize_records
-from rlhf_examples.data.records import load_records
-from rlhf_examples.data.texts import RecordFormat
-
-
-def main() -> None:
-    """Measure with the arguments of the command line and print the result."""
-    run_command(ThroughputArguments, run, lambda args, result: print(json.dumps(result, indent=1)))
+from rlhf_examples.data.examples import collate_prompts
+from rlhf_examples.data.held_out import load_prompts
 
 
 def run(args: ThroughputArguments) -> Metrics:
@@ -40,11 +39,9 @@ def run(args: ThroughputArguments) -> Metrics:
     Our engine holds the weights partitioned and gathers them anew for every rollout, as after an optimizer step.
     Hugging Face's model is whole on every rank. Counted are the tokens of all ranks up to the end token.
     """
-    require_model("model_name_or_path", args.model_name_or_path, args.attn_implementation)
     load = partial(load_exported, attn_implementation=args.attn_implementation)
-    tokenizer = load_tokenizer(args.tokenizer_name_or_path or args.model_name_or_path)
-    records, record_format = load_records(args.data_path, "test"), RecordFormat.from_args(args)
-    examples = tokenize_records(records, tokenizer, "prompt", args.max_prompt_seq_len, record_format=record_format)
+    tokenizer = tokenizer_of(args, "model_name_or_path")
+    examples = load_prompts(tokenizer, args, "test")
     count = args.per_device_generation_batch_size * dist.get_world_size()
     rows = rank_share(list(islice(examples.ordered(args.seed), count)))
     ids, mask = (tensor.to(device()) for tensor in collate_prompts(rows, tokenizer.pad_token_id).values())
@@ -70,6 +67,11 @@ def run(args: ThroughputArguments) -> Metrics:
     return medians | {f"{name}_{pick.__name__}": pick(rates) for name, rates in speeds.items() for pick in (min, max)}
 
 
+def report(args: ThroughputArguments, result: Metrics) -> None:
+    """Print the result."""
+    print(json.dumps(result, indent=1))
+
+
 def tokens_per_second(generate: Callable[[int], int], seed: int) -> float:
     """Tokens of all ranks per second, until the last rank is done."""
     barrier()
@@ -90,7 +92,3 @@ def hf_generated_tokens(
     before_end = torch.isin(completions, ends).long().cumsum(dim=1).roll(1, dims=1)
     before_end[:, 0] = 0
     return int((before_end == 0).sum())
-
-
-if __name__ == "__main__":
-    main()

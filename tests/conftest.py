@@ -1,6 +1,7 @@
 """Fixtures: ranks that live for the session, and resources that a machine may lack."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,10 @@ import torch
 # Triton chooses between compiling and interpreting kernels at its first import, which transformers triggers.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Every process takes the same ninja: another version does not know what was compiled, and compiles DeepSpeed's
+# operators again.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 from tests.engines import CONTAINERS
 from tests.rank_pool import RankPool

@@ -3,14 +3,20 @@
 torch's operations are seen by a dispatch mode, Triton's kernels where the interpreter starts them.
 """
 
+from collections import Counter
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from unittest.mock import Mock
+from weakref import finalize
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
+
+from hybrid.kernels import cuda_graph
 
 aten = torch.ops.aten
 # Operations for which the host waits: it reads a number, or a shape depends on one.
@@ -81,15 +87,28 @@ class DeviceOps(TorchDispatchMode):
 
 
 class Recording(DeviceOps):
-    """Records operations and kernels with the tensors that they read and wrote. Raises where the host would wait."""
+    """Records operations and kernels with the tensors that they read and wrote. Raises where the host would wait, and
+    where an operation reads host memory, which a replay would read again.
 
-    def __init__(self):
+    host: tensors in host memory; those that `torch.tensor` makes are added.
+    """
+
+    def __init__(self, host: list[torch.Tensor]):
         super().__init__()
         self.again: list[Callable[[], None]] = []
+        self.host, self.invalid = [*host], False
 
     def operation(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict, result: object) -> None:
-        if waits(func, args):
-            raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
+        if func is aten.lift_fresh.default:
+            self.host.append(result)
+            return
+        memory = {tensor.untyped_storage().data_ptr() for tensor in self.host}
+        tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
+        reads_host = not memory.isdisjoint(tensor.untyped_storage().data_ptr() for tensor in tensors)
+        if waits(func, args) or reads_host:
+            self.invalid = True
+            reason = "reads host memory" if reads_host else "waits"
+            raise RuntimeError(f"operation not permitted when stream is capturing: {func} {reason}")
         if func.is_view or func in ALLOCATIONS:
             return
         outputs = [] if func._schema.is_mutable else [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
@@ -105,27 +124,81 @@ class Recording(DeviceOps):
         self.again.append(lambda: executor(*args, **kwargs))
 
 
-class RecordedCapture:
-    """Stands in for CUDA's capture: a replay runs the recorded operations on the recorded tensors, and no Python code
-    of the step. What the step read on the host keeps the value that it had in the capture.
+class GraphPools:
+    """torch's rule of memory pools: a pool whose graphs are all gone cannot be captured into again. Nor do we capture
+    into one whose capture has failed (pytorch#180395).
 
-    captured: how many functions were captured.  replays: how many replays ran.
+    graphs: the number of live graphs in each pool that was ever captured into.  failed: pools of failed captures.
+    """
+
+    def __init__(self):
+        self.graphs: Counter[int] = Counter()
+        self.failed: set[int] = set()
+        self.handles = 0
+
+    def handle(self) -> int:
+        """A new pool, as `torch.cuda.graph_pool_handle`."""
+        self.handles += 1
+        return self.handles
+
+    def add(self, pool: int, graph: object) -> None:
+        """Begin a capture into a pool. Raises as c10's `create_or_incref_pool` does (torch 2.11 to 2.13)."""
+        assert pool not in self.failed, "a capture into this pool has failed"
+        if pool in self.graphs and not self.graphs[pool]:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        self.graphs[pool] += 1
+        finalize(graph, self.graphs.subtract, [pool])
+
+
+class RecordedGraph:
+    """Stands in for `torch.cuda.CUDAGraph`: a replay runs the operations that were recorded between begin and end."""
+
+    def __init__(self, capture: "RecordedCapture"):
+        self.capture, self.recording, self.opened = capture, Recording(capture.host), ExitStack()
+
+    def capture_begin(self, pool: int, capture_error_mode: str) -> None:
+        self.pool = pool
+        self.capture.pools.add(pool, self)
+        self.opened.enter_context(self.recording.on(self.capture.monkeypatch))
+
+    def capture_end(self) -> None:
+        self.opened.close()
+        if self.recording.invalid:
+            self.capture.pools.failed.add(self.pool)
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.capture.captured += 1
+
+    def replay(self) -> None:
+        self.capture.replays += 1
+        with _disable_current_modes(), torch.no_grad():
+            for again in self.recording.again:
+                again()
+
+
+class RecordedCapture:
+    """The engine's capture over a stand-in for CUDA: a replay runs the recorded operations on the recorded tensors, and
+    no Python code of the step. What the step read on the host keeps the value that it had in the capture.
+
+    captured: how many functions were captured.  replays: how many replays ran.  pools: of all graphs.  host: tensors in
+    host memory, which no captured operation may read.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.monkeypatch, self.captured, self.replays = monkeypatch, 0, 0
+        self.host: list[torch.Tensor] = []
+        self.pools, self.capture = GraphPools(), cuda_graph.DeviceCapture()
+        self.cuda = SimpleNamespace(
+            is_available=lambda: True,
+            Stream=Mock,
+            current_stream=Mock,
+            stream=nullcontext,
+            synchronize=lambda: None,
+            graph_pool_handle=self.pools.handle,
+            CUDAGraph=lambda: RecordedGraph(self),
+        )
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        run()  # the warm-up
-        recording = Recording()
-        with recording.on(self.monkeypatch):
-            run()
-        self.captured += 1
-
-        def replay() -> None:
-            self.replays += 1
-            with _disable_current_modes(), torch.no_grad():
-                for again in recording.again:
-                    again()
-
-        return replay
+        with self.monkeypatch.context() as patch:
+            patch.setattr(cuda_graph, "torch", SimpleNamespace(cuda=self.cuda))
+            patch.setattr(cuda_graph, "WARM_UPS", 1)
+            return self.capture(run)

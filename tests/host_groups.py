@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from hybrid.kernels.host_group import HostGroup, shared_bytes
-from hybrid.parallel import InferenceGroup
+from hybrid.runtime.parallel import InferenceGroup
 
 
 def host_groups(size: int) -> list[HostGroup]:

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from torch.utils.cpp_extension import get_default_build_root
 
-from hybrid.extension_lock import is_abandoned
+from hybrid.runtime.extension_lock import is_abandoned
 
 COLLECTIVE_TIMEOUT_S = 120
 START_TIMEOUT_S = 480  # the first start on a machine compiles an operator of DeepSpeed's
@@ -289,3 +290,15 @@ def kill_tree(process: subprocess.Popen) -> None:
 
 
 RANK_KEYS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torch.distributed.run sets these itself
+
+
+def pool_of(world_size: int) -> Any:
+    """Return a fixture: a module's pool of `world_size` ranks, apart from the session's."""
+
+    @pytest.fixture(scope="module")
+    def ranks_of():
+        pool = RankPool(world_size)
+        yield pool
+        pool.close()
+
+    return ranks_of

@@ -54,12 +54,12 @@ async def run_row(environment: Any, row: int, prompt: list[int], script: Script,
     """One row; an exception of the environment ends it."""
     result = ScriptedRow([])
     try:
-        own = await asyncio.to_thread(environment.reset, row, torch.tensor(prompt))
+        own = await called(environment.reset, row, torch.tensor(prompt))
         result.training.append(TrainingRow(torch.as_tensor(prompt if own is None else own).tolist()))
         for turn in range(max_turns):
             sampled = script(row, turn)
             result.training[-1].extend(sampled, sampled=True)
-            observation = await answer(environment, row, torch.tensor(sampled, dtype=torch.int64))
+            observation = await called(environment.step, row, torch.tensor(sampled, dtype=torch.int64))
             result.rewards.append(observation.reward)
             if observation.done:
                 result.finish_reason = "done"
@@ -73,8 +73,8 @@ async def run_row(environment: Any, row: int, prompt: list[int], script: Script,
     return result
 
 
-async def answer(environment: Any, row: int, completion_ids: torch.Tensor) -> Any:
-    """`step` of either form: a coroutine, or a function that runs in a thread."""
-    if inspect.iscoroutinefunction(environment.step):
-        return await environment.step(row, completion_ids)
-    return await asyncio.to_thread(environment.step, row, completion_ids)
+async def called(method: Callable, row: int, ids: torch.Tensor) -> Any:
+    """A method of an environment, of either form: a coroutine, or a function that runs in a thread."""
+    if inspect.iscoroutinefunction(method):
+        return await method(row, ids)
+    return await asyncio.to_thread(method, row, ids)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from deepspeed.runtime.config import HybridEngineConfig as DeepSpeedBlock
 
-from hybrid.config import BLOCKS, HybridEngineConfig, load_config, read_blocks
+from hybrid.config import BLOCKS, HybridEngineConfig, load_config, read_blocks, read_inference_config
 
 PACKAGE = Path(__file__).resolve().parents[1] / "hybrid"
 
@@ -42,14 +42,11 @@ def test_invalid_settings_raise_with_the_key(config, message):
         read_blocks(config)
 
 
-def test_max_slots_is_an_alias_of_max_num_seqs():
-    for key in ("max_num_seqs", "max_slots"):
-        assert read_blocks({"rollout": {key: 3}})[1].max_num_seqs == 3
-    assert read_blocks({"rollout": {"max_slots": 3, "max_num_seqs": 3}})[1].max_num_seqs == 3
-    with pytest.raises(ValueError, match="max_num_seqs: given twice, as 3 and as 4"):
-        read_blocks({"rollout": {"max_slots": 3, "max_num_seqs": 4}})
-    with pytest.raises(ValueError, match=r"rollout\.max_\w+: 0 given.*greater than 0"):
-        read_blocks({"rollout": {"max_slots": 0}})
+def test_a_key_and_its_alias_must_agree():
+    assert read_inference_config({"max_tokens": 3}, {}).max_out_tokens == 3
+    assert read_inference_config({"max_tokens": 3, "max_out_tokens": 3}, {}).max_out_tokens == 3
+    with pytest.raises(ValueError, match="max_out_tokens: given twice, as 3 and as 4"):
+        read_inference_config({"max_tokens": 3, "max_out_tokens": 4}, {})
 
 
 def test_config_dict_and_file_are_not_changed(tmp_path):
@@ -70,6 +67,9 @@ def test_a_missing_or_invalid_config_file_raises(tmp_path):
     (tmp_path / "broken.json").write_text('{"a": ')
     with pytest.raises(ValueError, match="is not JSON"):
         load_config(tmp_path / "broken.json")
+    (tmp_path / "deep.json").write_text('{"a": ' + "[" * 100_000)
+    with pytest.raises(ValueError, match="is not JSON"):
+        load_config(tmp_path / "deep.json")
 
 
 def test_every_setting_is_read_somewhere():

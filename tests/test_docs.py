@@ -1,7 +1,8 @@
-"""The pages in docs/: code blocks run, keys and messages exist in the engine, the reference is up to date."""
+"""The pages in docs/: code blocks run, keys and messages exist in the engine, every setting and name is listed."""
 
 import ast
 import functools
+import json
 import re
 import shlex
 from dataclasses import fields, replace
@@ -21,7 +22,6 @@ from deepspeed.inference.config import (
 from deepspeed.inference.config import WeightQuantConfig as DeepSpeedWeightQuantConfig
 
 import hybrid
-from docs.make_api import TABLE_BEGINS, TABLE_ENDS, entry, inference_table, key_texts, page
 from hybrid.__main__ import app
 from hybrid.config import (
     BLOCKS,
@@ -31,6 +31,7 @@ from hybrid.config import (
     InferenceConfig,
     MoEConfig,
     QuantConfig,
+    SpeculationConfig,
     TensorParallelConfig,
     WeightQuantConfig,
 )
@@ -50,7 +51,7 @@ def blocks_under(heading: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", section, re.S)
 
 
-OUTSIDE = ["README.md", "CONTRIBUTING.md", "hybrid/models/README.md"]
+OUTSIDE = ["README.md", "CONTRIBUTING.md", "LOG.md", "hybrid/models/README.md"]
 PAGES = [*(ROOT / page for page in OUTSIDE), *sorted(ROOT.glob("docs/**/*.md"))]
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -59,7 +60,7 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.re
 def test_every_code_block_has_a_language(page):
     """ "python" blocks are run by this file, `test_readme.py`, `test_environments.py` and `test_trl.py`; "bash" by
     `test_launchers.py`, `test_recipes.py` and, for `make`, CI; all of `docs/jobs/` by `test_job_pages.py`; all of
-    `upstream.md` by `test_upstream.py`. "text" is not run, and is not Python."""
+    `upstream.md` and `upstream_reports.md` by `test_upstream.py`. "text" is not run, and is not Python."""
     fences = re.findall(r"^```(.*)$", page.read_text(), re.M)
     assert len(fences) % 2 == 0 and set(fences[1::2]) <= {""}
     allowed = {
@@ -68,6 +69,7 @@ def test_every_code_block_has_a_language(page):
         "migration.md": {"python"},
         "environments.md": {"python"},
         "upstream.md": {"python"},
+        "upstream_reports.md": {"python"},
         "index.md": {"python"},
         "settings.md": {"python", "text"},
     }
@@ -97,7 +99,7 @@ def test_no_python_is_called_text(page):
 def test_commands_of_hybrid_have_the_options_that_pages_name(page):
     """Inline or in a block; parsed, not run."""
     commands = typer.main.get_command(app).commands
-    for text in re.findall(r"`(?:python -m )?hybrid ((?:doctor|plan|report)\b[^`]*)`", page.read_text()):
+    for text in re.findall(r"`(?:python -m )?hybrid ((?:doctor|plan|report|replay)\b[^`]*)`", page.read_text()):
         name, *arguments = shlex.split(text)
         if arguments or name == "doctor":
             commands[name].make_context(name, arguments)
@@ -113,6 +115,35 @@ def test_files_named_in_pages_exist(page):
     assert [name for name in names if not (ROOT / name).exists()] == []
     pictures = re.findall(r"!\[.*?\]\((.*?)\)", text)
     assert [name for name in pictures if not (page.parent / name).exists()] == []
+
+
+FOLLOWED = ["README.md", *(f"docs/{name}.md" for name in ("index", "inference", "settings", "rlhf", "environments"))]
+FOLLOWED += [f"docs/{name}.md" for name in ("launchers", "migration", "troubleshooting", "comparison")]
+FOLLOWED += ["docs/upstream_reports.md"]
+FOLLOWED += [str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("docs/jobs/*.md"))]
+MAX_WORDS = 25
+
+
+def sentences(page: str) -> list[str]:
+    """The sentences of a page's paragraphs, list items and table cells. Code is one word, and a link's target none."""
+    text = re.sub(r"^```.*?^```|<!--.*?-->|^\[[\w-]+\]: .*?$", "\n\n", page, flags=re.M | re.S)
+    text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "CODE", text))
+    blocks = re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.|#+) )|(?<!\\)\|", text)
+    parts = [part for block in blocks for part in re.split(r"(?<=[.!?])[\"')*]*\s+(?=[\W_]*[A-Z0-9])", block)]
+    return [" ".join(part.split()) for part in parts if re.search(r"\w", part)]
+
+
+def test_sentences_are_found_where_prose_is():
+    prose = "# Head\n\nOne `a b c`. Two\nthree.\n\n- four\n- five\n\n| a. B | c |\n|---|---|\n"
+    page = f"{prose}\n```text\nno. No\n```\n\n[x](y z)."
+    assert sentences(page) == ["# Head", "One CODE.", "Two three.", "- four", "- five", "a.", "B", "c", "[x]."]
+
+
+@pytest.mark.parametrize("page", FOLLOWED)
+def test_sentences_of_pages_that_people_follow_are_short(page):
+    counts = {each: len(re.findall(r"\S*\w\S*", each)) for each in sentences((ROOT / page).read_text())}
+    long = [f"{count}: {each}" for each, count in counts.items() if count > MAX_WORDS]
+    assert not long, "\n".join(long)
 
 
 def test_the_example_row_of_a_family_matches_the_code():
@@ -164,12 +195,41 @@ def test_code_of_the_migration_page_runs(ranks):
     ranks.run(check_blocks)
 
 
-def test_the_inference_settings_table_is_up_to_date():
-    text = (ROOT / "docs" / "inference.md").read_text()
-    table = text.partition(TABLE_BEGINS)[2].partition(TABLE_ENDS)[0]
-    assert table == inference_table(), "run: python docs/make_api.py"
-    assert "| `tensor_parallel.tp_size` | `1` | ranks that share one copy of the weights | neighbours" in table
-    assert "| `max_out_tokens`, `max_tokens` | `1024` |" in table
+def settings_of(block: type[Block], path: str) -> dict[str, str]:
+    """The default as JSON of every key of a block, and of the blocks in it; "" for a block."""
+    defaults: dict[str, str] = {}
+    for name, field in block.model_fields.items():
+        keys = ", ".join(f"`{path}{key}`" for key in (name, field.alias) if key)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Block):
+            defaults |= {keys: ""} | settings_of(field.annotation, f"{path}{name}.")
+        else:
+            defaults[keys] = f"`{json.dumps(field.default)}`"
+    return defaults
+
+
+def table_with(page: str, head: str) -> list[list[str]]:
+    """The cells of the rows of a page's table."""
+    text = (ROOT / "docs" / page).read_text()
+    (table,) = re.findall(rf"^\| {re.escape(head)} \|\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.M)
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in table.splitlines()]
+
+
+def test_the_inference_page_lists_every_key_with_its_default():
+    table = table_with("inference.md", "key | default | meaning | other than in DeepSpeed")
+    assert {row[0]: row[1] for row in table} == settings_of(InferenceConfig, "")
+    assert all(len(row) == 4 and row[2] for row in table)
+    old = (ROOT / "docs" / "inference.md").read_text().partition("\nOld names")[2]
+    assert dict(re.findall(r"`(\w+)` is `([\w.]+)`", old)) == {
+        name: f"{block}.{key}" for name, (block, key) in FORWARDED.items()
+    }
+
+
+@pytest.mark.parametrize("block", ["hybrid_engine", "rollout", "rollout.speculation"])
+def test_the_settings_page_lists_every_key_with_its_default(block):
+    table = table_with("settings.md", f"key of `{block}` | default | meaning")
+    expected = settings_of((BLOCKS | {"rollout.speculation": SpeculationConfig})[block], "")
+    assert {row[0]: row[1] for row in table} == {keys.split(", ")[0]: default for keys, default in expected.items()}
+    assert all(len(row) == 3 and row[2] for row in table)
 
 
 @pytest.mark.parametrize(
@@ -184,22 +244,13 @@ def test_the_inference_settings_table_is_up_to_date():
     ],
 )
 def test_inference_keys_have_deepspeeds_defaults_and_descriptions(config, deepspeed_config):
-    """Each key also has a description."""
-    our_keys = {"strict", "speculation"} if config is InferenceConfig else set()
+    our_keys = {"strict", "speculation", "trust_forward"} if config is InferenceConfig else set()
     forwarded = FORWARDED.keys() if config is InferenceConfig else set()
     assert config.model_fields.keys() - our_keys == deepspeed_config.model_fields.keys() - forwarded
-    assert key_texts(config).keys() == config.model_fields.keys()
     for name in config.model_fields.keys() - our_keys - {"dtype", "enable_cuda_graph"}:
         default, expected = config.model_fields[name].default, deepspeed_config.model_fields[name].default
         if not isinstance(default, Block | dict):
             assert default == getattr(expected, "value", expected), name
-
-
-def test_numbers_in_signatures_are_complete():
-    def example(share: float = 1.0, small: float = 2.5e-3, kind: torch.dtype = torch.float32) -> None:
-        """Text."""
-
-    assert "one(share: float = 1.0, small: float = 0.0025, kind: dtype = float32)" in entry("one", example)
 
 
 def test_keys_named_in_pages_are_settings():
@@ -237,6 +288,18 @@ def test_every_flag_of_deepspeed_chat_is_documented():
         assert [name for name in named if name not in {*our_flags, "target_modules"}] == []
 
 
+def test_the_release_notes_name_old_and_new_flags_and_names():
+    flags = table_with("releases/0.3.md", "flag of `rlhf_examples.ppo` in 0.2 | flag now")
+    names = {field.name for field in fields(PPOArguments)}
+    assert {name for row in flags for name in re.findall(r"`(\w+)`", row[0])} & names == set()
+    assert {name for row in flags for name in re.findall(r"`(\w+)`", row[1])} <= names
+    table = table_with("releases/0.3.md", "old name | name now")
+    new = {name for row in table for name in re.findall(r"`(?:hybrid|rollout|batch)\.(\w+)`", row[1])}
+    per_token = {field.name for field in fields(hybrid.RolloutBatch)}
+    assert {"max_num_seqs", "SamplingParams", "old_per_token_logps"} <= new
+    assert new <= {*hybrid.__all__, "compat", *BLOCKS["rollout"].model_fields, *per_token}
+
+
 @functools.cache
 def message_texts() -> str:
     """Every string in the engine's code, with "…" for formatted values."""
@@ -264,5 +327,8 @@ def test_troubleshooting_has_messages():
     assert len(HEADINGS) > 15 and "a message that does not exist" not in message_texts()
 
 
-def test_the_reference_is_up_to_date():
-    assert (ROOT / "docs" / "api.md").read_text() == page(), "run: python docs/make_api.py"
+def test_every_public_name_is_on_the_api_page():
+    """`test_site.py` checks what is made of it."""
+    names = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.M)
+    others = ["hybrid.compat.trl.rollout_func", "hybrid.training.deepspeed_api.DeepSpeedMethods"]
+    assert sorted(names) == sorted([*(f"hybrid.{name}" for name in hybrid.__all__), *others])

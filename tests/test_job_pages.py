@@ -23,12 +23,18 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hybrid
-from hybrid.build import Builder
 from hybrid.config import BLOCKS, HybridEngineConfig, RolloutConfig
-from hybrid.memory_plan import MemoryPlan, MemoryPlanner
-from hybrid.profiling import PHASES
-from rlhf_examples.actors.ray_grpo import RayGRPOArguments
-from rlhf_examples.common.arguments import AgentArguments, PipelineArguments, ThroughputArguments
+from hybrid.runtime.profiling import PHASES
+from hybrid.training.builder import Builder
+from hybrid.training.memory_plan import MemoryPlan, MemoryPlanner
+from rlhf_examples.common.arguments import (
+    AgentArguments,
+    PipelineArguments,
+    PPOArguments,
+    ThroughputArguments,
+    VisionGRPOArguments,
+)
+from rlhf_examples.ray_grpo import RayGRPOArguments
 from tests.compat.test_install import fresh_accelerate_state, quietly
 from tests.engines import engine_of, settings
 from tests.rlhf_examples.chat_models import tokenizer_of
@@ -368,6 +374,7 @@ def check_on_policy(weight_dtype: str) -> dict:
     names = {"engine": engine, "moe_engine": experts, "moe_batch": sampled}
     run_blocks(blocks("is_my_rollout_on_policy", "python"), names, engine.module)
     assert names["moe_logits"].shape[:2] == sampled.sequences.shape
+    torch.testing.assert_close(names["moe_logps"], sampled.raw_per_token_logps, atol=1e-5, rtol=0)
     assert 0 < names["stale"].sum() < names["rest"].completion_mask.sum()
     kept = names["batch"].completion_mask.bool()
     return {"metrics": names["metrics"], "int8": (names["weights"][kept] - 1).abs().max().item()}
@@ -376,11 +383,17 @@ def check_on_policy(weight_dtype: str) -> dict:
 @pytest.mark.parametrize("weight_dtype", ["model", "int8"])
 def test_the_code_that_compares_sampler_and_trainer_runs(ranks, weight_dtype):
     for rank in ranks.run(check_on_policy, weight_dtype):
-        difference = rank["metrics"]["sampling/sampling_logp_difference/mean"]
-        if weight_dtype == "model":  # "a mean difference below 1e-5"
-            assert difference < 1e-5 and rank["int8"] < 1e-4
-        else:
-            assert difference > 1e-3 and rank["int8"] > 1e-3
+        of_forward = rank["metrics"]
+        assert [*of_forward] == ["model", "packed", "exact"]
+        for forward, metrics in of_forward.items():
+            difference = metrics["sampling/sampling_logp_difference/mean"]
+            if weight_dtype == "int8":
+                assert difference > 1e-3
+            elif forward == "exact":  # to the last bit
+                assert difference == metrics["sampling/gen_kl_error"] == metrics["sampling/ratio_outside"] == 0.0
+            else:  # "a mean difference below 1e-5"
+                assert difference < 1e-5
+        assert rank["int8"] < 1e-4 if weight_dtype == "model" else rank["int8"] > 1e-3
 
 
 # Ray actors
@@ -455,7 +468,9 @@ ARGUMENTS = {
     "agent": AgentArguments,
     "throughput": ThroughputArguments,
     "pipeline": PipelineArguments,
-    "actors.ray_grpo": RayGRPOArguments,
+    "ray_grpo": RayGRPOArguments,
+    "vision_grpo": VisionGRPOArguments,
+    "ppo": PPOArguments,
 }
 
 
@@ -481,3 +496,46 @@ def test_settings_named_on_the_pages_exist():
     named = set(re.findall(r"`(hybrid_engine|rollout)\.(\w+)[`:]", text))
     assert len(named) > 10
     assert {key for block, key in named if key not in BLOCKS[block].model_fields} == set()
+
+
+# Agent loops
+
+
+def check_agent_loop() -> None:
+    tokenizer = tokenizer_of("qwen2_5")
+    model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=1024)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id  # as models of chats have it
+    engine = engine_of(model, LONG)
+    names = {"tokenizer": tokenizer, "engine": engine}
+    run_blocks(blocks("agent_loop", "python"), names, engine.module)
+    batch = names["batch"]
+    assert engine.weight_version == 2 and batch.weight_version == 1
+    assert batch.row_index.tolist() == list(range(8)) and batch.turn_ids.max() == 2
+    assert batch.observation_mask.sum() > 0 and not (batch.observation_mask & batch.completion_mask).any()
+
+
+def test_the_code_of_agent_loops_runs(ranks):
+    pytest.importorskip("openai", reason="the extra `test` has it")
+    ranks.run(check_agent_loop)
+
+
+def check_verifiers() -> None:
+    import verifiers.v1 as vf
+
+    sys.path.insert(0, str(ROOT / "tests" / "serving"))
+    import verifiers_program
+
+    tokenizer = tokenizer_of("qwen2_5")
+    model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=1024)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    engine = engine_of(model, LONG)
+    tasks = [verifiers_program.LengthTask(vf.TaskData(prompt="x" * number, idx=number)) for number in (1, 2, 3)]
+    names = {"tokenizer": tokenizer, "engine": engine, "tasks": tasks, "harness": "verifiers_program"}
+    run_blocks(blocks("verifiers", "python"), names, engine.module)
+    assert engine.weight_version == 1 and names["batch"].row_index.tolist() == [0, 1, 2]
+    assert len(set(names["rewards"].tolist())) > 1
+
+
+def test_the_code_for_verifiers_runs(ranks):
+    pytest.importorskip("verifiers.v1", reason="verifiers is not installed")
+    ranks.run(check_verifiers)

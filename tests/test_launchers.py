@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_examples.actors.ray_grpo import RayGRPOArguments
-from rlhf_examples.common.arguments import parse_arguments
+from rlhf_examples.common.arguments import RayGRPOArguments
+from rlhf_examples.common.parsing import parse_arguments
 from tests.rank_pool import RANK_KEYS, free_port, kill_tree, rank_environment
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -259,6 +259,6 @@ def test_containers(folder):
 def test_rays_command_has_the_trainers_flags():
     (command,) = blocks_of("Ray", "text")
     words = shlex.split(command.replace("\\\n", " "))
-    _, *flags = words[words.index("rlhf_examples.actors.ray_grpo") :]
+    _, *flags = words[words.index("rlhf_examples.ray_grpo") :]
     args = parse_arguments(RayGRPOArguments, flags)
     assert (args.num_ranks, args.dtype) == (16, "bfloat16")

@@ -39,7 +39,8 @@ def built(tmp_path_factory) -> Path:
     tree = folder / "tree"
     for package in PACKAGES:
         shutil.copytree(ROOT / package, tree / package, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    shutil.copytree(ROOT / "configs", tree / "configs")
+    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "Makefile", "constraints.txt"):
         shutil.copy(ROOT / name, tree / name)
     for command in ("sdist", "wheel"):
         code = f"from setuptools import build_meta; print(build_meta.build_{command}({str(folder)!r}))"
@@ -73,6 +74,22 @@ def test_the_sdist_has_every_source(built):
     assert {"pyproject.toml", "README.md", "LICENSE"} <= names
 
 
+def test_make_demo_finds_its_files_in_the_sdist(built, tmp_path):
+    """`make -n` prints the commands of the demo once everything that they depend on is there."""
+    (path,) = built.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        archive.extractall(tmp_path)
+    (tree,) = tmp_path.iterdir()
+    done = subprocess.run(["make", "-n", "demo"], cwd=tree, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "pip install -q -c constraints.txt" in done.stdout
+    ((module, config),) = re.findall(r"-m (rlhf_examples\.\S+) (\S+)", done.stdout)
+    assert (tree / f"{module.replace('.', '/')}.py").is_file() and (tree / config).is_file()
+    assert {file.name for file in (tree / "configs").iterdir()} == {file.name for file in (ROOT / "configs").iterdir()}
+    (tree / "constraints.txt").unlink()
+    assert subprocess.run(["make", "-n", "demo"], cwd=tree, capture_output=True, timeout=60).returncode != 0
+
+
 def test_the_wheel_needs_what_pyproject_says(wheel):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     archive = zipfile.ZipFile(wheel)
@@ -94,7 +111,7 @@ sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_atte
 model = LlamaForCausalLM(LlamaConfig(**sizes))
 trainable = model.parameters()
 prompt_ids, prompt_mask = torch.randint(3, 97, (2, 6)), torch.ones(2, 6, dtype=torch.long)
-my_loss = lambda logits, batch, reference: -hybrid.selective_log_softmax(logits[:, :-1], batch.sequences[:, 1:]).mean()
+my_loss = lambda logps, batch, reference: -logps.mean()
 {code}
 print("trained", engine.coverage()[0]["container"])
 """
@@ -145,22 +162,24 @@ def test_a_users_script_type_checks_against_an_installed_wheel(installed, tmp_pa
     assert "[arg-type]" in subprocess.run(command, **settings).stdout
 
 
-OPTIONAL = {"triton", "trl", "flashinfer"}  # imported where they are there
+OPTIONAL = {"bitsandbytes", "triton", "trl", "flashinfer", "openrlhf", "ray", "vllm"}  # imported where they are there
 
 
-def test_what_the_package_imports_is_declared():
+@pytest.mark.parametrize(
+    ("package", "extras"), [("hybrid", ["server"]), ("rlhf_examples", ["examples", "math", "ray"])]
+)
+def test_what_a_package_imports_is_declared(package, extras):
     """That it comes with another package today is no promise of that package."""
-    declared = {
-        Requirement(line).name
-        for line in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    }
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = project["dependencies"] + [line for extra in extras for line in project["optional-dependencies"][extra]]
+    declared = {Requirement(line).name.lower() for line in lines}
     distributions = importlib.metadata.packages_distributions()
     imported = set()
-    for path in (ROOT / "hybrid").rglob("*.py"):
+    for path in (ROOT / package).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
             imported |= {name.partition(".")[0] for name in names}
     imported -= {*sys.stdlib_module_names, *OPTIONAL, "hybrid", "rlhf_examples"}
-    missing = {name for name in imported if not declared & {each.lower() for each in distributions[name]}}
+    missing = {name for name in imported if not declared & {each.lower() for each in distributions.get(name, [name])}}
     assert len(imported) > 8 and missing == set()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests import rank_pool
-from tests.rank_pool import RankFailure, RankPool, run_script
+from tests.rank_pool import RankFailure, RankPool, pool_of, run_script
 
 
 def sum_over_ranks(value: int) -> int:
@@ -59,11 +59,7 @@ def interrupt(signum, frame) -> None:
     raise Interruption
 
 
-@pytest.fixture(scope="module")
-def separate_ranks():
-    pool = RankPool(2)
-    yield pool
-    pool.close()
+separate_ranks = pool_of(2)
 
 
 def test_results_are_by_rank(separate_ranks):

@@ -1,6 +1,7 @@
 """`make docs`: the site builds strictly, every page is in the navigation, and links and anchors resolve."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -8,6 +9,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+
+from hybrid import public
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -99,3 +102,19 @@ def test_pages_load_nothing_from_other_hosts(site):
         if path.name != "404.html" and not (path.parent / urlsplit(source).path).resolve().exists()
     ]
     assert missing == []
+
+
+@needs_mkdocs
+def test_the_api_page_has_every_public_name_with_signature_and_tables(site):
+    folder = pages_of(site)
+    page = site[folder / "api.html"]
+    assert {f"hybrid.{name}" for name in public.__all__} - page.ids == set()
+    assert {
+        "hybrid.HybridEngine.rollout",
+        "hybrid.RolloutBatch.select_rows",
+        "hybrid.compat.trl.rollout_func",
+    } <= page.ids
+    assert not [name for name in page.ids if name.startswith("hybrid.") and "._" in name]
+    text = re.sub(r"<[^>]+>", "", (folder / "api.html").read_text())
+    assert "score(\n" in text and "temperature: float = 1.0," in text
+    assert "Parameters:" in text and "Returns:" in text

@@ -1,11 +1,12 @@
 """The page docs/upstream.md: every defect of another library that it lists is still there, and so is our workaround.
+The page docs/upstream_reports.md: every script shows its defect, and succeeds where the cause is avoided.
 
 A failure that begins with "fixed" is good news: it says what may be deleted.
 """
 
 import ast
 import importlib.metadata
-import platform
+import importlib.util
 import re
 import traceback
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.rank_pool import RankFailure, rank_context
 
@@ -21,8 +23,8 @@ PAGE = (ROOT / "docs" / "upstream.md").read_text()
 SOURCE = "the block"  # file name of the code in tracebacks
 TIMEOUT_S = 60
 NAMED = r"`((?:hybrid|rlhf_examples)/[\w/]+\.py):([\w.]+)`"
-# Blocks that say nothing on other machines.
-MACHINES = {"int8 products read beyond their rows": ("x86_64", "AMD64")}
+# Blocks that say nothing on CPUs without these instructions.
+NEEDS = {"int8 products read beyond their rows": "AVX512"}
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,10 @@ ROWS = {row.title: row for row in table_rows()}
 PREAMBLE = re.search(r"```python\n(.*?)```", PAGE, re.S)[1]
 
 
-def shown(code: str) -> tuple[str, str]:
+def shown(code: str, preamble: str = PREAMBLE) -> tuple[str, str]:
     """Run a block: ("ends", ""), ("asserts", why) if an assertion of the block itself fails, or ("raises", why)."""
     names: dict[str, Any] = {}
-    exec(compile(PREAMBLE, "the page's first block", "exec"), names)
+    exec(compile(preamble, "the page's first block", "exec"), names)
     try:
         exec(compile(code, SOURCE, "exec"), names)
     except pytest.fail.Exception as error:  # `raises` and `warns`
@@ -89,11 +91,11 @@ def shown(code: str) -> tuple[str, str]:
     return "ends", ""
 
 
-def in_a_process(code: str) -> tuple[str, str]:
+def in_a_process(code: str, preamble: str = PREAMBLE) -> tuple[str, str]:
     """`shown` in a process of its own; ("dies", why) if that ends without an answer."""
     context = rank_context()
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=answer, args=(theirs, code), daemon=True)
+    process = context.Process(target=answer, args=(theirs, code, preamble), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -108,15 +110,15 @@ def in_a_process(code: str) -> tuple[str, str]:
         process.join()
 
 
-def answer(pipe: Any, code: str) -> None:
+def answer(pipe: Any, *arguments: str) -> None:
     """Send what `shown` returns."""
-    pipe.send(shown(code))
+    pipe.send(shown(*arguments))
 
 
-def on_ranks(ranks: Any, code: str) -> tuple[str, str]:
+def on_ranks(ranks: Any, code: str, preamble: str = PREAMBLE) -> tuple[str, str]:
     """`shown` on two ranks; of their answers the first that is not "ends"."""
     try:
-        answers = ranks.run(shown, code, timeout_s=TIMEOUT_S)
+        answers = ranks.run(shown, code, preamble, timeout_s=TIMEOUT_S)
     except RankFailure as failure:
         return "dies", str(failure)
     return next((answer for answer in answers if answer[0] != "ends"), ("ends", ""))
@@ -148,8 +150,8 @@ def message(defect: Defect, result: str, why: str) -> str:
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=str)
 def test_the_defect_is_still_there(defect, request):
-    if platform.machine() not in MACHINES.get(defect.title, (platform.machine(),)):
-        pytest.skip(f"says nothing on {platform.machine()}")
+    if NEEDS.get(defect.title, "") not in (capability := torch.backends.cpu.get_cpu_capability()):
+        pytest.skip(f"says nothing on a CPU with {capability}")
     runs = ROWS[defect.title].runs
     if runs.startswith("two ranks"):
         end, why = on_ranks(request.getfixturevalue("ranks"), defect.code)
@@ -160,10 +162,10 @@ def test_the_defect_is_still_there(defect, request):
 
 
 def test_a_block_whose_defect_is_gone_is_reported():
-    gone = Defect("a", "torch 2.13.0", "assert 1 + 1 == 3", (("hybrid/build.py", "Builder"),), "never.")
+    gone = Defect("a", "torch 2.13.0", "assert 1 + 1 == 3", (("hybrid/training/builder.py", "Builder"),), "never.")
     end, why = in_a_process(gone.code)
     assert verdict("one process", end) == "fixed"
-    assert "hybrid/build.py:Builder. Until: never." in message(gone, "fixed", why)
+    assert "hybrid/training/builder.py:Builder. Until: never." in message(gone, "fixed", why)
     assert in_a_process("with raises(ValueError): pass")[0] == "asserts"
     assert in_a_process("none")[0] == "raises" and verdict("one process", "raises") == "unclear"
     assert in_a_process("os._exit(3)") == ("dies", "exit code 3")
@@ -211,3 +213,63 @@ def names_of(node: ast.stmt) -> set[str]:
     if isinstance(node, ast.Assign):
         return {target.id for target in node.targets if isinstance(target, ast.Name)}
     return {getattr(node, "name", "")}
+
+
+REPORTS_PAGE = (ROOT / "docs" / "upstream_reports.md").read_text()
+REPORTS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", REPORTS_PAGE, re.M | re.S))
+FIELDS = ["Versions", "What happens", "Expected", "Cause", "Suggested fix", "Workaround"]
+# For each report: lines of its script that avoid the cause, so that the script succeeds.
+AVOIDED = {
+    "ZeRO-3 engines stay in memory after `destroy()`": (
+        "engine.destroy()\n",
+        "engine.destroy()\n__import__('hybrid.training.engine').training.engine.drop_global_references(model())\n",
+    ),
+    "`initialize` fails for a head added after `zero.Init`": ("Linear(8, 1)", "Linear(8, 1).to(torch.bfloat16)"),
+    "MoE with expert parallelism hangs if ranks have different numbers of tokens": ("4 + 60 *", "64 + 0 *"),
+    "GRPO with tools hangs under ZeRO-3 if ranks have different numbers of turns": (
+        "(without_call)",
+        "(with_call)",
+    ),
+    "`disable_dropout` leaves functional dropout on": ("dropout=0.5", "dropout=0.0"),
+}
+
+
+def run_report(title: str, request: Any, *avoided: str) -> tuple[str, str]:
+    """How a report's script ends, as it is or with a part replaced, on the processes that the page names."""
+    (script,) = re.findall(r"```python\n(.*?)```", REPORTS[title], re.S)
+    if avoided:
+        assert avoided[0] in script
+        script = script.replace(*avoided)
+    if "**Versions:** DeepSpeed" in REPORTS[title]:
+        return on_ranks(request.getfixturevalue("ranks"), script, preamble="")
+    return in_a_process(script, preamble="")
+
+
+@pytest.mark.parametrize("title", REPORTS)
+def test_the_script_of_a_report_shows_its_defect(title, request):
+    end, why = run_report(title, request)
+    own = end in ("dies", "asserts") or why.rstrip().rpartition("\n")[2].startswith(("AssertionError", "RuntimeError"))
+    assert own, "fixed: the report is not needed" if end == "ends" else f"the script does not run\n{why}"
+
+
+@pytest.mark.parametrize("title", REPORTS)
+def test_the_script_of_a_report_succeeds_where_the_cause_is_avoided(title, request):
+    assert run_report(title, request, *AVOIDED[title]) == ("ends", "")
+
+
+@pytest.mark.parametrize("title", REPORTS)
+def test_a_report_is_complete_and_quotes_installed_sources(title):
+    assert re.findall(r"^\*\*(.*?):\*\*", REPORTS[title], re.M) == FIELDS
+    quoted = re.findall(r"^- `(\w+)/([\w/]+\.py):(\d+)` `(.*?)`", REPORTS[title], re.M)
+    assert quoted
+    for package, file, number, code in quoted:
+        source = Path(importlib.util.find_spec(package).origin).parent / file
+        assert source.read_text().splitlines()[int(number) - 1].strip() == code, f"{package}/{file}:{number}"
+    pins = dict(re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "constraints.txt").read_text(), re.M)[::-1])
+    versions = re.findall(r"(DeepSpeed|TRL|transformers|torch) (\d[\d.]*\d)", REPORTS[title].partition("**What")[0])
+    assert versions and [(name, pins[name.lower()]) for name, _ in versions] == versions
+
+
+def test_the_reports_page_has_five_and_lists_them():
+    assert len(REPORTS) == 5 and list(AVOIDED) == list(REPORTS)
+    assert re.findall(r"^\| \[(.*)\]\(#\S+\) \| (?:DeepSpeed|TRL) \|", REPORTS_PAGE, re.M) == list(REPORTS)

@@ -17,10 +17,8 @@ def given() -> tuple[PreTrainedModel, list[nn.Parameter], torch.Tensor, torch.Te
     raise NotImplementedError("this script is checked, and not run")
 
 
-def my_loss(logits: torch.Tensor, batch: hybrid.RolloutBatch, reference: hybrid.Scores) -> torch.Tensor:
-    logps = hybrid.selective_log_softmax(logits[:, :-1], batch.sequences[:, 1:])
-    assert_type(logps, torch.Tensor)
-    return (reference.per_token_logps - logps).mean()
+def my_loss(logps: torch.Tensor, batch: hybrid.RolloutBatch, reference: hybrid.Scores) -> torch.Tensor:
+    return (reference.per_token_logps[:, -logps.shape[1] :] - logps).mean()
 
 
 model, trainable, prompt_ids, prompt_mask = given()
@@ -31,14 +29,15 @@ with engine.inference():  # one gathered window
     batch = engine.rollout(prompt_ids, prompt_mask, hybrid.SamplingParams(max_new_tokens=256), num_generations=8)
     reference = engine.score(batch.sequences, batch.attention_mask, adapters=False)
 
-loss = my_loss(engine(input_ids=batch.sequences, attention_mask=batch.attention_mask).logits, batch, reference)
+loss = my_loss(engine.logps(batch).per_token_logps, batch, reference)  # forward="exact": the sampler's own bits
 engine.backward(loss)
-engine.step()  # the next window sees the new weights
+engine.step()  # the next window sees the new weights (with accumulation, once a step is applied)
 
 assert_type(engine, hybrid.HybridEngine)
 assert_type(batch, hybrid.RolloutBatch)
 assert_type(batch.sequences, torch.Tensor)
 assert_type(reference, hybrid.Scores)
+assert_type(engine.logps(batch).per_token_logps, torch.Tensor)
 assert_type(engine.next_seed(), int)
 engine.rollout(prompt_ids, prompt_mask, 256)  # type: ignore[arg-type]
 hybrid.SamplingParams(max_tokens=256)  # type: ignore[call-arg]

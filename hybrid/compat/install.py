@@ -17,18 +17,21 @@ from typing import Any
 import deepspeed
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
+from hybrid.compat.trl_forward import METHOD, logps_by, trainer_classes
 from hybrid.config import HybridEngineConfig, read_block
 from hybrid.inference.engine import init_inference
-from hybrid.initialize import initialize
+from hybrid.training.initialize import initialize
+from hybrid.training.logps import FORWARDS
 
 PARAMETERS = tuple(inspect.signature(initialize).parameters)  # of `deepspeed.initialize`, in order
 
 
 @dataclass
 class Patch:
-    """Our patch of one of DeepSpeed's functions; one per process and function.
+    """Our patch of one of DeepSpeed's functions, or of a trainer's method; one per process and function.
 
     name: of the function.  build: called in its place, with the original function before the call's own arguments.
+    owner: the module or class that has it.
     lasting: whether `install()` is in effect.  blocks: number of open `installed()` blocks.
     function: ours if it is installed, else None. It may be wrapped by another library's patch; then it stays after
         `uninstall()` and calls DeepSpeed's function.
@@ -39,6 +42,7 @@ class Patch:
     lasting: bool = False
     blocks: int = 0
     function: Any = None  # ours, around the original one; None until it is installed
+    owner: Any = deepspeed
 
     @property
     def is_active(self) -> bool:
@@ -47,7 +51,7 @@ class Patch:
 
     def apply(self) -> None:
         """Install our function, unless it is there already, alone or wrapped by another patch."""
-        original = getattr(deepspeed, self.name)
+        original = getattr(self.owner, self.name)
         if self.function is None:
 
             @functools.wraps(original)
@@ -56,23 +60,24 @@ class Patch:
 
             self.function = function
         if original is self.function.__wrapped__:
-            setattr(deepspeed, self.name, self.function)
+            setattr(self.owner, self.name, self.function)
 
     def revert(self) -> None:
         """Restore the original function unless it is active.
 
         Warns and keeps our function if another library's patch wraps it.
         """
-        current = getattr(deepspeed, self.name)
+        current = getattr(self.owner, self.name)
         if self.is_active or self.function is None or current is self.function.__wrapped__:
             return
         if current is self.function:
-            setattr(deepspeed, self.name, self.function.__wrapped__)
+            setattr(self.owner, self.name, self.function.__wrapped__)
             self.function = None
         else:
             warnings.warn(
-                f"uninstall: deepspeed.{self.name} is {current!r}, which another library installed after install(). It "
-                "stays; where it calls the function that it wraps, DeepSpeed's own engines are built from here on",
+                f"uninstall: {self.owner.__name__}.{self.name} is {current!r}"
+                ", which another library installed after install(). It stays; where it calls the function that it "
+                "wraps, the original one runs from here on",
                 stacklevel=3,
             )
 
@@ -104,22 +109,50 @@ def build_inference_engine(original: Callable, *args: Any, **kwargs: Any) -> Any
     return init_inference(*args, **kwargs)
 
 
+# Of trainers' methods, by class; made when `training_forward` is first given.
+TRAINERS: dict[type, Patch] = {}
 TRAINING, INFERENCE = Patch("initialize", build_engine), Patch("init_inference", build_inference_engine)
 LOCK = threading.RLock()
 
 
-def install(inference: bool = True) -> None:
+def trainer_patches(training_forward: str | None) -> list[Patch]:
+    """Return the patches of TRL's trainers for a forward of `HybridEngine.logps`; None: none.
+
+    Raises ValueError for another forward.
+    """
+    if training_forward is None:
+        return []
+    if training_forward not in FORWARDS:
+        allowed = ", ".join(map(repr, FORWARDS))
+        raise ValueError(f"training_forward: {training_forward!r} given; it must be one of {allowed}, or None")
+    for kind in trainer_classes():
+        patch = TRAINERS.setdefault(kind, Patch(METHOD, logps_by, owner=kind))
+        patch.build = functools.partial(logps_by, training_forward)
+    return list(TRAINERS.values())
+
+
+def install(inference: bool = True, training_forward: str | None = None) -> None:
     """From now on `deepspeed.initialize` with `"hybrid_engine": {"enabled": true}` builds a HybridEngine, also when
     accelerate, the transformers Trainer or TRL call it. With other configurations it builds DeepSpeed's engines.
 
-    inference: whether `deepspeed.init_inference` builds an `InferenceEngine`; False leaves it to DeepSpeed.
     A second call has no further effect. Existing engines do not change. A function imported by name before this call
     (`from deepspeed import initialize`) is not patched.
+
+    Args:
+        inference: whether `deepspeed.init_inference` builds an `InferenceEngine`; False leaves it to DeepSpeed.
+        training_forward: "packed", "exact" or "model" makes TRL's GRPO and RLOO trainers compute logprobs by
+            `HybridEngine.logps`, with losses equal to TRL's within rounding. None: TRL's own pass, bit for bit.
+
+    Raises:
+        ValueError: for another `training_forward`.
+        ImportError: for one without TRL 1.16.
     """
     with LOCK:
-        TRAINING.lasting, INFERENCE.lasting = True, inference
-        TRAINING.apply()
-        INFERENCE.apply() if inference else INFERENCE.revert()
+        trainers = trainer_patches(training_forward)
+        wanted = [TRAINING, *([INFERENCE] if inference else []), *trainers]
+        for patch in (TRAINING, INFERENCE, *TRAINERS.values()):
+            patch.lasting = patch in wanted
+            patch.apply() if patch.lasting else patch.revert()
 
 
 def uninstall() -> None:
@@ -129,19 +162,22 @@ def uninstall() -> None:
     If another library's patch wraps ours, both stay, with a warning; the call then reaches DeepSpeed's own function.
     """
     with LOCK:
-        for patch in (TRAINING, INFERENCE):
+        for patch in (TRAINING, INFERENCE, *TRAINERS.values()):
             patch.lasting = False
             patch.revert()
 
 
 @contextmanager
-def installed(inference: bool = True) -> Iterator[None]:
+def installed(inference: bool = True, training_forward: str | None = None) -> Iterator[None]:
     """`install()` for the length of a block. Blocks may nest and overlap in several threads; the last to end undoes it.
 
-    inference: as in `install()`.
+    Args:
+        inference: as in `install()`.
+        training_forward: likewise; an enclosing block's is back in force when this block ends.
     """
-    patches = [TRAINING, INFERENCE] if inference else [TRAINING]
     with LOCK:
+        outer = [(patch, patch.build) for patch in TRAINERS.values()]
+        patches = [TRAINING, *([INFERENCE] if inference else []), *trainer_patches(training_forward)]
         for patch in patches:
             patch.blocks += 1
             patch.apply()
@@ -149,6 +185,8 @@ def installed(inference: bool = True) -> Iterator[None]:
         yield
     finally:
         with LOCK:
+            for patch, build in outer:
+                patch.build = build
             for patch in patches:
                 patch.blocks -= 1
                 patch.revert()

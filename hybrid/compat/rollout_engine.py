@@ -10,9 +10,10 @@ import deepspeed.runtime.rollout as deepspeed_rollout
 import torch
 from deepspeed.runtime.rollout import RolloutRequest, SamplingConfig
 
-from hybrid.config import Refusal, refuse, unsupported
-from hybrid.parallel import own_row_ids
-from hybrid.rollout import RolloutBatch, SamplingParams, end_token_ids, pad_token_id
+from hybrid.config import InvalidSetting, check_settings, unsupported
+from hybrid.rollout import RolloutBatch
+from hybrid.runtime.parallel import own_row_ids
+from hybrid.sampling.params import SamplingParams, end_token_ids, pad_token_id
 
 # Fields of DeepSpeed's HybridEngineRolloutConfig that configure its own decode loop, and why they do not apply here.
 NOT_CONFIGURABLE = {
@@ -38,12 +39,15 @@ class HybridRolloutBatch(deepspeed_rollout.RolloutBatch):
 class HybridRollout(deepspeed_rollout.RolloutEngine):
     """DeepSpeed's rollout interface to a HybridEngine.
 
-    tokenizer: its end tokens count in addition to the model's, and its padding token pads completions; None: only the
-        model's own.
-    cfg: DeepSpeed's RolloutConfig or HybridEngineRolloutConfig. `enable_profiling` records `get_last_profile()`;
-        `use_graph_capture` is refused where hybrid_engine.enable_cuda_graph is false.
-    Raises ValueError for another `cfg.engine`, for `use_graph_capture` with enable_cuda_graph=false, and for a
-    tokenizer without padding and end tokens; NotImplementedError for fields of `cfg` that the engine does not support.
+    Args:
+        tokenizer: its end tokens count in addition to the model's, and its padding token pads completions; None: only
+            the model's own.
+        cfg: DeepSpeed's RolloutConfig or HybridEngineRolloutConfig. `enable_profiling` records `get_last_profile()`;
+            `use_graph_capture` is refused where hybrid_engine.enable_cuda_graph is false.
+
+    Raises:
+        ValueError: for another `cfg.engine`, for `use_graph_capture` with enable_cuda_graph=false, and for a tokenizer
+            without padding and end tokens; NotImplementedError for fields of `cfg` that the engine does not support.
     """
 
     name = "hybrid_engine"
@@ -59,21 +63,21 @@ class HybridRollout(deepspeed_rollout.RolloutEngine):
             if not self.end_token_ids:
                 raise ValueError("tokenizer: it has neither pad_token_id nor eos_token_id; give it one, or pass None")
             self.pad_token_id = self.end_token_ids[0]
-        refuse(self._rows(cfg))
+        check_settings(self._rows(cfg))
 
-    def _rows(self, cfg: Any) -> Iterator[Refusal]:
+    def _rows(self, cfg: Any) -> Iterator[InvalidSetting]:
         kind = getattr(cfg, "engine", self.name)
-        yield Refusal(kind != self.name, "RolloutConfig.engine", kind, f"it must be {self.name!r}")
+        yield InvalidSetting(kind != self.name, "RolloutConfig.engine", kind, f"it must be {self.name!r}")
         for field, reason in NOT_CONFIGURABLE.items():
             value = getattr(cfg, field, None)
             yield unsupported(bool(value), f"HybridEngineRolloutConfig.{field}", value, f"{reason}; leave it out")
         graphs = getattr(cfg, "use_graph_capture", False)
         own = (self.engine.config or {}).get("hybrid_engine", {}).get("enable_cuda_graph", "auto")
         instead = "hybrid_engine.enable_cuda_graph is false; leave it out, or set it to true"
-        yield Refusal(graphs and not own, "use_graph_capture", graphs, instead)
+        yield InvalidSetting(graphs and not own, "use_graph_capture", graphs, instead)
 
     def generate(self, request: RolloutRequest, sampling: SamplingConfig) -> HybridRolloutBatch:
-        """Completions of left-padded prompts; the samples of a prompt are consecutive rows.
+        """Return completions of left-padded prompts; the samples of a prompt are consecutive rows.
 
         Sampling takes one `engine.next_seed()`; a temperature of 0 or less is greedy. `continuous_batch_size` limits
         the rows decoded at once and changes no token. A rank may have 0 prompts.
@@ -112,36 +116,43 @@ class HybridRollout(deepspeed_rollout.RolloutEngine):
         )
 
     def sync_weights(self, step: int) -> None:
-        """Does nothing: `generate` always samples from the current weights."""
+        """Do nothing: `generate` always samples from the current weights."""
 
     def get_last_profile(self) -> dict[str, float] | None:
-        """Measurements of the last `generate`, under DeepSpeed's names, or None without `enable_profiling`.
+        """Return measurements of the last `generate`, under DeepSpeed's names, or None without `enable_profiling`.
 
         `num_generated_tokens` does not count padding.
         """
         return self._last_profile
 
     def _prompts_at_once(self, prompts: int, sampling: SamplingConfig) -> int:
-        """How many prompts are decoded at once."""
-        samples, most = sampling.n_samples_per_prompt, sampling.continuous_batch_size
+        """Return the number of prompts that are decoded at once."""
+        samples, max_rows = sampling.n_samples_per_prompt, sampling.continuous_batch_size
         key = "SamplingConfig.continuous_batch_size"
-        refuse([Refusal(samples < 1, "SamplingConfig.n_samples_per_prompt", samples, "it must be at least 1")])
-        if most is None:
+        check_settings(
+            [InvalidSetting(samples < 1, "SamplingConfig.n_samples_per_prompt", samples, "it must be at least 1")]
+        )
+        if max_rows is None:
             return max(prompts, 1)
-        least = f"it must be at least n_samples_per_prompt, {samples}: a prompt's samples are decoded together"
+        allowed = f"it must be at least n_samples_per_prompt, {samples}: a prompt's samples are decoded together"
         in_step = (
             "with hybrid_engine.pin_parameters=false or inference_tp_size above 1 ranks decode in step, and must have "
             "as many parts; leave it None, or pin the parameters"
         )
-        refuse([Refusal(most < samples, key, most, least), unsupported(self.engine.in_step, key, most, in_step)])
-        return most // samples
+        check_settings(
+            [
+                InvalidSetting(max_rows < samples, key, max_rows, allowed),
+                unsupported(self.engine.in_step, key, max_rows, in_step),
+            ]
+        )
+        return max_rows // samples
 
 
 def build_rollout(rollout_cfg: Any, student_engine: Any = None, tokenizer: Any = None, **kwargs: Any) -> Any:
-    """`deepspeed.runtime.rollout.build_rollout` (0.19.8) that gives a HybridRollout for a HybridEngine.
+    """`deepspeed.runtime.rollout.build_rollout` (0.19.8) that returns a HybridRollout for a HybridEngine.
 
     For another engine or rollout type, or without a tokenizer, it calls DeepSpeed's own. DeepSpeed's rollout also runs
-    on a HybridEngine, through the model's `generate`, but gives no logprobs.
+    on a HybridEngine, through the model's `generate`, but returns no logprobs.
     """
     if rollout_cfg.engine == HybridRollout.name and hasattr(student_engine, "rollout") and tokenizer is not None:
         return HybridRollout(student_engine, tokenizer, rollout_cfg)
@@ -149,7 +160,7 @@ def build_rollout(rollout_cfg: Any, student_engine: Any = None, tokenizer: Any =
 
 
 def joined(batches: Sequence[RolloutBatch]) -> RolloutBatch:
-    """The rows of rollouts as one rollout."""
+    """Return the rows of rollouts as one rollout."""
     firsts = itertools.accumulate((len(batch.prompt_ids) for batch in batches), initial=0)
     numbered = [
         batch.renumbered(list(range(first, first + len(batch.prompt_ids))))
@@ -160,7 +171,8 @@ def joined(batches: Sequence[RolloutBatch]) -> RolloutBatch:
 
 
 def profile(batch: RolloutBatch, samples: int, total_s: float) -> dict[str, float]:
-    """This rank's measurements of a rollout under the names of DeepSpeed's HybridEngineRollout.  total_s: seconds."""
+    """Return this rank's measurements of a rollout under the names of DeepSpeed's HybridEngineRollout.  total_s:
+    seconds."""
     tokens = int(batch.completion_mask.sum())
     return {
         "prefill_forward_ms": batch.timings["prefill_s"] * 1000,

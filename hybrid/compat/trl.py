@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from hybrid.engine import HybridEngine
-from hybrid.environments import MessageEnvironment
-from hybrid.episodes import Episode, Episodes
+from hybrid.environments.episodes import ConversationEnvironment, ConversationState
+from hybrid.environments.message_environment import MessageEnvironment
 from hybrid.rollout import EnvironmentLimits, RolloutBatch, SamplingParams
+from hybrid.training.engine import HybridEngine
 
 # Keys of `trainer.generation_kwargs`. End tokens come from `trainer.eos_token_ids`; padding is not needed.
 SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "min_new_tokens", "repetition_penalty")
@@ -25,7 +25,7 @@ def rollout_func(prompts: list, trainer: Any) -> dict[str, list]:
     """One completion for each of this rank's prompts; equal prompts, as in a GRPO group, are prefilled once.
 
     prompts: texts or conversations from the trainer's dataset.  trainer: a GRPOTrainer.
-    Gives, for each prompt, lists without padding: `prompt_ids`; `completion_ids`, the first end token included;
+    Returns, for each prompt, lists without padding: `prompt_ids`; `completion_ids`, the first end token included;
     `logprobs` of the completion, float32, under the distribution sampled from (temperature, penalty, truncation), as
     TRL requests from vLLM ("processed_logprobs"); 0 for tools' results, which TRL masks.
     Raises ValueError if the trainer's model is not in a HybridEngine or the trainer has no `generation_kwargs`;
@@ -52,8 +52,8 @@ def rollout_func(prompts: list, trainer: Any) -> dict[str, list]:
     }
 
 
-def tool_episodes(trainer: Any, prompts: list[list[dict]]) -> Episodes:
-    """The conversations of the trainer's prompts with its tools.
+def tool_episodes(trainer: Any, prompts: list[list[dict]]) -> ConversationEnvironment:
+    """Return the conversations of the trainer's prompts with its tools.
 
     The trainer has reset its environments, put what they gave into the prompts, and asks for their rewards itself: here
     they are tools alone.  prompts: conversations.
@@ -62,16 +62,16 @@ def tool_episodes(trainer: Any, prompts: list[list[dict]]) -> Episodes:
     tools = trainer._env_tools if trainer.environment_factories else {None: trainer.tools}
     environments = {name: message_environment(trainer, tools[name]) for name in dict.fromkeys(names)}
     rows = [
-        Episode(environments[name].kinds[None], {"prompt": prompt}, None, {**functions, **coroutines})
+        ConversationState(environments[name].kinds[None], {"prompt": prompt}, None, {**functions, **coroutines})
         for name, prompt, functions, coroutines in zip(
             names, prompts, trainer._sync_tool_dicts, trainer._async_tool_dicts, strict=True
         )
     ]
-    return Episodes(rows, environments[names[0]].settings, num_generations=1)
+    return ConversationEnvironment(rows, environments[names[0]].settings, num_generations=1)
 
 
 def message_environment(trainer: Any, tools: list) -> MessageEnvironment:
-    """The trainer's settings as a MessageEnvironment.  tools: those that a prompt is rendered with."""
+    """Return the trainer's settings as a MessageEnvironment.  tools: functions in the prompt."""
     kwargs = dict(trainer.chat_template_kwargs)
     if trainer.chat_template is not None:  # TRL's own, where the tokenizer's rewrites earlier turns
         kwargs["chat_template"] = trainer.chat_template
@@ -79,8 +79,8 @@ def message_environment(trainer: Any, tools: list) -> MessageEnvironment:
     return MessageEnvironment(trainer._tokenizer, tools, max_tool_calling_iterations=limit, chat_template_kwargs=kwargs)
 
 
-def tool_results(episodes: Episodes, batch: RolloutBatch) -> "ToolResults":
-    """What the trainer's loop would have given. Raises RuntimeError if a row's turn could not be answered."""
+def tool_results(episodes: ConversationEnvironment, batch: RolloutBatch) -> "ToolResults":
+    """Return the results that the trainer's own loop would return. Raises RuntimeError if a turn was not answered."""
     failed = {row: error for row, error in enumerate(batch.errors) if error}
     if failed:
         raise RuntimeError(f"rollout_func: the turns of completions {failed} could not be answered")
@@ -95,15 +95,16 @@ def tool_results(episodes: Episodes, batch: RolloutBatch) -> "ToolResults":
 
 
 def unanswered_ids(batch: RolloutBatch, row: int) -> list[int]:
-    """The tokens of a row's last turn, if it was cut off by the completion's limit, which `step` does not see."""
+    """Return the tokens of a row's last turn, if it was cut off by the completion's limit, which `step` does not
+    see."""
     assert batch.turn_ids is not None, "the batch of a rollout has it"
     answered = len(batch.turn_rewards[row])
     return batch.completion_ids[row][(batch.turn_ids[row] == answered) & (batch.completion_mask[row] == 1)].tolist()
 
 
-def with_last_turn(episode: Episode, messages: list[dict], ids: list[int]) -> list[dict]:
-    """The messages of a completion with its cut-off turn; without one, without results that no turn follows: there
-    was no room for them.
+def with_last_turn(episode: ConversationState, messages: list[dict], ids: list[int]) -> list[dict]:
+    """Return the messages of a completion with its cut-off turn; without one, without results that no turn follows:
+    there was no room for them.
     """
     if ids:
         return [*messages, episode.parse(ids)[0]]
@@ -114,13 +115,13 @@ def with_last_turn(episode: Episode, messages: list[dict], ids: list[int]) -> li
 
 
 def completion_lengths(batch: RolloutBatch) -> list[int]:
-    """Tokens of each row after its prompt, tools' results included."""
+    """Return the tokens of each row after its prompt, tools' results included."""
     return batch.attention_mask[:, batch.prompt_ids.shape[1] :].sum(dim=1).tolist()
 
 
 @dataclass(frozen=True)
 class ToolResults:
-    """What a trainer's tool loop gives beside token ids.
+    """Results of a trainer's tool loop, next to token ids.
 
     tool_mask: for each completion, 1 for sampled tokens.  completions: messages of each.  calls, failures: of tools.
     """
@@ -153,7 +154,7 @@ def give_tool_results(trainer: Any, results: ToolResults) -> None:
 
 
 def engine_of(trainer: Any) -> HybridEngine:
-    """The HybridEngine of the trainer's model. Raises ValueError if the model is in another engine."""
+    """Return the HybridEngine of the trainer's model. Raises ValueError if the model is in another engine."""
     engine = trainer.model_wrapped
     if not isinstance(engine, HybridEngine):
         raise ValueError(
@@ -189,7 +190,7 @@ def sampling_of(trainer: Any) -> SamplingParams:
 
 
 def left_padded(rows: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lists of token ids as left-padded prompts and their mask, both int64 [rows, longest]."""
+    """Return lists of token ids as left-padded prompts and their mask, both int64 [rows, longest]."""
     width = max(map(len, rows))
     ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)

@@ -21,7 +21,7 @@ class AttentionChoice:
     reason: str
 
     def describe(self, graphs: bool) -> str:
-        """A description for `coverage()`.  graphs: whether decode steps are CUDA graphs."""
+        """Return a description for `coverage()`.  graphs: whether decode steps are CUDA graphs."""
         if not self.flashinfer:
             return f"attention by Triton ({self.reason})"
         in_graphs = ", and by Triton in decode steps (FlashInfer plans each step on the host, a graph does not)"
@@ -29,7 +29,7 @@ class AttentionChoice:
 
 
 def attention_settings(spec: DecoderSpec, dtype: torch.dtype) -> AttentionSettings:
-    """The settings of a decoder's attention in `dtype`."""
+    """Return the settings of a decoder's attention in `dtype`."""
     # Hugging Face's eager attention, which models with soft caps and BLOOM use, rounds the scores.
     rounded = spec.attention_softcap > 0 or (spec.alibi is not None and not spec.alibi_bfloat16)
     return AttentionSettings(
@@ -43,11 +43,12 @@ def attention_settings(spec: DecoderSpec, dtype: torch.dtype) -> AttentionSettin
         windows=tuple(sorted({layer.window for layer in spec.layers})),
         alibi=spec.alibi is not None,
         rounded=rounded,
+        sinks=spec.sinks,
     )
 
 
 def choose_attention(requested: str, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> AttentionChoice:
-    """The choice for a model.  requested: `rollout.attention_backend`."""
+    """Return the choice for a model.  requested: `rollout.attention_backend`."""
     if requested == "triton":
         return AttentionChoice(False, "rollout.attention_backend is triton")
     reason = flashinfer_reason(attention_settings(spec, dtype), device)

@@ -1,12 +1,14 @@
 """Inputs of a decoder's forward: tokens packed without padding, and keys and values in blocks."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 
 BLOCK_SIZE = 32  # tokens in a block of the KV cache
+States = dict[int, tuple[torch.Tensor, ...]]  # as `PagedKV.states`
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,8 @@ class PackedBatch:
     lengths: int32 [sequences], tokens of each sequence in the cache, these included.
     block_tables: int32 [sequences, blocks], each sequence's cache blocks in order; entries after the last are
         undefined.
+    state_slots: int32 [sequences], where each sequence's recurrent state is; None: the model has none. A sequence whose
+        first token is among these begins with a state of zero.
     """
 
     ids: torch.Tensor
@@ -26,6 +30,35 @@ class PackedBatch:
     cu_seqlens: torch.Tensor
     lengths: torch.Tensor
     block_tables: torch.Tensor
+    state_slots: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LayerActivations:
+    """Memory that a forward writes each layer's input to, and each token's experts. It changes no other result.
+
+    layer_inputs: [layers + 1, n, hidden], contiguous, in the decoder's dtype. Index l has the residual stream that
+        layer l reads, as the model's own layer receives it; the last index has the input of the final norm.
+    router_indices: int16 [n, layers with experts, experts per token], contiguous, as `PagedKV.router_indices`; None: it
+        is not written.
+    rows: int64 [tokens], for each token of the batch its index among the n.
+    """
+
+    layer_inputs: torch.Tensor
+    router_indices: torch.Tensor | None
+    rows: torch.Tensor
+
+    def write_input(self, layer: int, hidden: torch.Tensor) -> None:
+        """Write the batch's input of a layer, [tokens, hidden]."""
+        self.layer_inputs[layer].index_copy_(0, self.rows, hidden)
+
+    def write_experts(self, moe_layer: int, chosen: torch.Tensor) -> None:
+        """Write the experts of the batch's tokens, integers [tokens, experts per token].
+
+        moe_layer: the layer's number among those with experts.
+        """
+        if self.router_indices is not None:
+            self.router_indices[self.rows, moe_layer] = chosen.to(torch.int16)
 
 
 class KVWeights(NamedTuple):
@@ -48,23 +81,21 @@ class PagedKV:
         them, as they share its keys and values.
     hidden_states: [blocks, BLOCK_SIZE, hidden], the last layer's output for each token, in the decoder's dtype; None if
         it is not kept.
+    states: the recurrent state of every layer that has one, by its index: tensors whose leading dimension is a slot.
+        They are no part of the blocks: see `BlockPool.allocate_states`.
     """
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
     router_indices: torch.Tensor | None = None
     hidden_states: torch.Tensor | None = None
+    states: States = field(default_factory=dict)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All tensors, each with a leading dimension of blocks."""
         more = self.router_indices, self.hidden_states
         return [*self.keys, *self.values, *(tensor for tensor in more if tensor is not None)]
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks."""
-        return len(self.keys[0])
 
     @property
     def kind(self) -> object:
@@ -74,7 +105,12 @@ class PagedKV:
     @property
     def nbytes(self) -> int:
         """Bytes of all blocks."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return sum(map(attrgetter("nbytes"), self.tensors))
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of these; 1 if no layer keeps keys and values, so that sizes can be divided by it."""
+        return max(sum(tensor[:1].nbytes for tensor in self.tensors), 1)
 
     @property
     def growth_bytes(self) -> int:
@@ -92,8 +128,8 @@ class PagedKV:
 
         more = self.router_indices, self.hidden_states
         router_indices, hidden_states = (None if tensor is None else larger(tensor) for tensor in more)
-        keys, values = ([larger(own.pop(0)) for _ in range(len(own))] for own in (self.keys, self.values))
-        return PagedKV(keys, values, router_indices, hidden_states)
+        keys, values = ([larger(of_all.pop(0)) for _ in range(len(of_all))] for of_all in (self.keys, self.values))
+        return PagedKV(keys, values, router_indices, hidden_states, self.states)
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
         """Copy the content of block `sources[i]` to block `targets[i]`."""
@@ -103,80 +139,28 @@ class PagedKV:
             tensor[target] = tensor[source]
 
 
-class Draws(Protocol):
-    """How the tokens of running sequences are sampled in one or more decode steps, as a decoder sees it.
-
-    keys: int64 [sequences], of the RNG.  positions: int64 [sequences], the index of the next new token in each
-        sequence's completion.  limits: int64 [sequences], the most new tokens.
-    values: float32 [n], the settings of `sample`.  stop_token_ids: int64 [n].  pad_token_id: of ended sequences.
-    token_ids: int64 [sequences, n], each sequence's tokens so far, and -1 elsewhere; None if `sample` does not need
-        them.
-    graph_key: two draws of one key differ in nothing but these tensors.
-    needs_tokens: whether a draw depends on the tokens before it: by `token_ids`, or by code that kernels cannot run.
-    """
-
-    @property
-    def keys(self) -> torch.Tensor: ...
-    @property
-    def positions(self) -> torch.Tensor: ...
-    @property
-    def limits(self) -> torch.Tensor: ...
-    @property
-    def stop_token_ids(self) -> torch.Tensor: ...
-    @property
-    def pad_token_id(self) -> int: ...
-    @property
-    def token_ids(self) -> torch.Tensor | None: ...
-    @property
-    def values(self) -> torch.Tensor: ...
-    @property
-    def graph_key(self) -> Hashable: ...
-    @property
-    def needs_tokens(self) -> bool: ...
-
-    def record(self, steps: int) -> tuple[Any, Any]:
-        """The C++ kernels' record of what they draw in `steps` steps, and what they write: `tokens`, int64 [steps,
-        sequences], and `logps()`, float32 [3, steps, sequences]."""
-
-    def sample(
-        self,
-        logits: torch.Tensor,
-        keys: torch.Tensor,
-        positions: torch.Tensor,
-        values: torch.Tensor,
-        stop_token_ids: torch.Tensor,
-        seen: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, ...]:
-        """A token for each row of logits, and its three logprobs, without waiting for the device.
-
-        seen: uint8 [rows, vocab], 1 for the tokens of `token_ids`; None without them.
-        """
-
-    def drawn_at(self, logits: torch.Tensor, sequences: torch.Tensor, offsets: torch.Tensor, ids: torch.Tensor) -> Any:
-        """A token for each row of logits: `tokens`, int64 [rows], and `logps()`, float32 [3, rows].
-
-        sequences: int64 [rows], the sequence that each row is of.  offsets: int64 [rows], its distance from the
-            sequence's next new token.  ids: int64 [rows], the token before it: a drafted one, where the distance is
-            not 0. If `needs_tokens`, rows with every smaller distance of the sequence are there too.
-        """
-
-
-def mark_seen(seen: torch.Tensor, token_ids: torch.Tensor) -> None:
-    """Set the tokens that each row has to 1.  seen: uint8 [rows, vocab + 1], its last column for no token.  token_ids:
-    int64 [rows, n], with -1 for no token."""
-    seen.scatter_(1, token_ids.masked_fill(token_ids < 0, seen.shape[1] - 1), 1)
+def state_bytes(states: States) -> int:
+    """Return the bytes of recurrent states."""
+    return sum(tensor.nbytes for tensors in states.values() for tensor in tensors)
 
 
 def table_of(blocks: list[list[int]], device: torch.device) -> torch.Tensor:
     """Block tables of sequences, int32 [sequences, blocks], as wide as the longest; shorter ones are padded with 0."""
     width = max(map(len, blocks))
-    return torch.tensor([own + [0] * (width - len(own)) for own in blocks], dtype=torch.int32, device=device)
+    return torch.tensor([each + [0] * (width - len(each)) for each in blocks], dtype=torch.int32, device=device)
 
 
-def packed(pieces: list[torch.Tensor], begins: list[int], blocks: list[list[int]], device: torch.device) -> PackedBatch:
-    """A batch of pieces of sequences.
+def packed(
+    pieces: list[torch.Tensor],
+    begins: list[int],
+    blocks: list[list[int]],
+    device: torch.device,
+    state_slots: list[int] | None = None,
+) -> PackedBatch:
+    """Return a batch of pieces of sequences.
 
-    pieces: int64 [n] each.  begins: position of each piece's first token in its sequence.  blocks: of each sequence.
+    pieces: int64 [n] each.  begins: position of each piece's first token in its sequence.  blocks, state_slots: of each
+        sequence.
     """
     sizes = torch.tensor([len(piece) for piece in pieces])
     begin = torch.tensor(begins)
@@ -188,6 +172,7 @@ def packed(pieces: list[torch.Tensor], begins: list[int], blocks: list[list[int]
         cu_seqlens=cu_seqlens.int().to(device),
         lengths=(begin + sizes).int().to(device),
         block_tables=table_of(blocks, device),
+        state_slots=None if state_slots is None else torch.tensor(state_slots, dtype=torch.int32, device=device),
     )
 
 

@@ -13,13 +13,14 @@ from functools import partial
 import torch
 
 from hybrid.decoders.attention_choice import attention_settings
-from hybrid.decoders.batch import BLOCK_SIZE, Draws, PackedBatch, PagedKV
+from hybrid.decoders.batch import BLOCK_SIZE, LayerActivations, PackedBatch, PagedKV
 from hybrid.decoders.decode_state import MAX_STEPS, DecodeState
+from hybrid.decoders.int8_decoder import Int8Decoder
 from hybrid.decoders.torch_decoder import Copies, Tensors, TorchDecoder, no_lora_deltas
 from hybrid.decoders.tp_decoder import ShardedDecoder
 from hybrid.kernels import require_contiguous
 from hybrid.kernels.attention_backend import AttentionBackend, AttentionSettings, LayerBlocks
-from hybrid.kernels.cuda_graph import Graphs, Run, capture_sizes
+from hybrid.kernels.cuda_graph import LEAK, CaptureError, Graphs, Run, capture_sizes
 from hybrid.kernels.flashinfer_attention import FlashInferAttention
 from hybrid.kernels.kv_addresses import LayerKV, kv_addresses
 from hybrid.kernels.torch_ops import Record
@@ -27,28 +28,34 @@ from hybrid.kernels.triton_attention import WIDEST_TILE, TritonAttention
 from hybrid.kernels.triton_decode import decode_slot_mapping
 from hybrid.kernels.triton_experts import mixture, record_experts
 from hybrid.kernels.triton_fused import QKNorm, activated, add_norm, keep_hidden_states, rope_and_write
-from hybrid.models.spec import DecoderLayout, ParamRef
+from hybrid.kernels.triton_int8 import int8_linear
+from hybrid.models.spec import XIELU, DecoderLayout, ParamRef
+from hybrid.sampling.state import SamplingState
 from hybrid.weights.lora import LowRank
 
 
 @dataclass(frozen=True)
 class Step:
-    """What the layers of one forward share.
+    """State that the layers of one forward share.
 
     batch: the new tokens.  decoding: whether it has one token for each sequence.
     graphed: whether it runs in a CUDA graph.
     slot_mapping: int64 [tokens]: the cache position of each new token's key and value.
+    query_scale: factor of each token's queries, [tokens, 1, 1]; None: 1.
+    activations: where the layers' inputs are kept; None: nowhere. Never in a graph, which would keep it.
     """
 
     batch: PackedBatch
     decoding: bool
     slot_mapping: torch.Tensor
+    query_scale: torch.Tensor | None = None
     graphed: bool = False
+    activations: LayerActivations | None = None
 
 
 @dataclass(frozen=True)
-class Pending:
-    """What is still to be added to the residual stream.
+class ResidualUpdate:
+    """An output that is still to be added to the residual stream.
 
     output: of attention or MLP, [tokens, hidden].
     post_norm: None, or the weight of the norm that the output goes through first, [hidden].
@@ -58,11 +65,12 @@ class Pending:
     post_norm: torch.Tensor | None = None
 
 
-LEAST_TOKENS = 1024  # of a sequence that room is made for, so that graphs are seldom captured again
+MIN_TOKENS = 1024  # of a sequence that room is made for, so that graphs are seldom captured again
+DRAW_KINDS = 4  # of sampling settings whose graphs are kept: those of training, of evaluation, and others
 
 
 def one_token_each(batch: PackedBatch) -> PackedBatch:
-    """The same tokens as sequences of one new token each, which share the blocks of their sequence."""
+    """Return the same tokens as sequences of one new token each, which share the blocks of their sequence."""
     count = len(batch.ids)
     counts = batch.cu_seqlens.diff()
     return PackedBatch(
@@ -75,8 +83,8 @@ def one_token_each(batch: PackedBatch) -> PackedBatch:
 
 
 def rounded_up(tokens: int) -> int:
-    """The tokens of a sequence that tables are made for: a power of two."""
-    return max(LEAST_TOKENS, 1 << (tokens - 1).bit_length())
+    """Return the tokens of a sequence that tables are made for: a power of two."""
+    return max(MIN_TOKENS, 1 << (tokens - 1).bit_length())
 
 
 class CudaDecoder(TorchDecoder):
@@ -115,7 +123,9 @@ class CudaDecoder(TorchDecoder):
         self.attention: AttentionBackend | None = None
         self.graphed_attention: TritonAttention | None = None  # of decode steps that are graphs
         self.max_capture_size, self.capture_sizes = max_capture_size, capture_sizes(max_capture_size)
-        self.graphs = Graphs(capture=capture)
+        # For each size a graph of the layers, and one of the draw for each of the latest kinds of sampling settings.
+        self.graphs = Graphs((1 + DRAW_KINDS) * len(self.capture_sizes), capture)
+        self.eager_reason = ""  # why steps that could be graphs are not
         self.positions = 0  # positions in the rope tables and ALiBi's bias
         self.rope: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by rotary key: cos, sin [positions, dim / 2]
         self.bias: torch.Tensor | None = None  # ALiBi's, [heads, positions]
@@ -157,12 +167,22 @@ class CudaDecoder(TorchDecoder):
         self.state = None
         self.graphs.reset()
 
-    def layers(self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int, last: int) -> torch.Tensor:
-        """Run layers `first` to `last` (exclusive) over hidden [tokens, hidden]. Writes keys and values to `kv`."""
-        return self._layers(hidden, self._step(batch), kv, range(first, last))
+    def layers(
+        self,
+        hidden: torch.Tensor,
+        batch: PackedBatch,
+        kv: PagedKV,
+        first: int,
+        last: int,
+        activations: LayerActivations | None = None,
+    ) -> torch.Tensor:
+        """Run layers `first` to `last` (exclusive) over hidden [tokens, hidden]. Writes keys and values to `kv`, and
+        these layers' inputs to `activations`."""
+        return self._layers(hidden, self._step(batch, activations=activations), kv, range(first, last))
 
     def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """Logits after one new token for each sequence, float32 [sequences, vocabulary]; valid until the next call.
+        """Return the logits after one new token for each sequence, float32 [sequences, vocabulary]; valid until the
+        next call.
 
         Replayed from a graph for at most `max_capture_size` sequences.
         """
@@ -173,7 +193,7 @@ class CudaDecoder(TorchDecoder):
         return self.state.logits[: len(batch.ids)]
 
     def decode_steps(
-        self, batch: PackedBatch, kv: PagedKV, draws: Draws, steps: int
+        self, batch: PackedBatch, kv: PagedKV, sampling: SamplingState, steps: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Decode and sample `steps` tokens for each sequence, without waiting for the device.
 
@@ -184,17 +204,17 @@ class CudaDecoder(TorchDecoder):
         """
         assert steps <= MAX_STEPS, f"{steps} steps, and room for the tokens of {MAX_STEPS}"
         count, size = len(batch.ids), self._load(batch, kv)
-        self.state.load_draws(draws)
+        self.state.load_draws(sampling)
         # A graph reads one tensor of stop tokens for each number of them.
-        draw_key = "draw", size, draws.graph_key, len(draws.stop_token_ids)
-        decode, draw = partial(self._decode_step, size), partial(self.state.draw, draws, size)
+        draw_key = "draw", size, sampling.graph_key, len(sampling.stop_token_ids)
+        decode, draw = partial(self._decode_step, size), partial(self.state.draw, sampling, size)
         for _ in range(steps):
             self._run(("decode", size), size, decode)
             self._run(draw_key, size, draw)
         return self.state.tokens[:steps, :count], self.state.logps[:, :steps, :count]
 
     def verify(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """Logits after every token of a batch, float32 [tokens, vocabulary]; valid until the next call.
+        """Return the logits after every token of a batch, float32 [tokens, vocabulary]; valid until the next call.
 
         Runs as a decode step in which each token is a sequence of its own, over its sequence's blocks: a layer writes
         all keys and values before its attention reads them. So it is a graph, by the kernels of other steps.
@@ -209,21 +229,28 @@ class CudaDecoder(TorchDecoder):
         size = self._captured_size(count)
         if self.state is None or self.state.capacity < size:
             self._drop_state()
-            self.state = DecodeState(size, self.positions, self._num_logits, self.device)
+            self.state = DecodeState(self._capacity(size), self.positions, self._num_logits, self.device)
         self.read_blocks_of(kv)
         self.state.load(batch, size)
         return size
 
     def _captured_size(self, count: int) -> int:
-        """The sequences of a step of `count`, with those that pad it up to a size that has a graph."""
+        """Return the size of the captured graph for a step of `count` sequences, padding included."""
         return next((size for size in self.capture_sizes if size >= count), count)
 
+    def _capacity(self, size: int) -> int:
+        """Return the sequences of a state for a step of `size`: of the largest step that has a graph, so that the
+        self-check, small rollouts and large ones share a state and its graphs."""
+        return max([size, *self.capture_sizes[-1:]])
+
     def loop_bytes(self, sequences: int, tokens: int) -> int:
-        """Bytes that the decode loop of so many sequences of up to `tokens` tokens adds: the state, FlashInfer's
+        """Return the bytes that the decode loop of so many sequences of up to `tokens` tokens adds: the state,
+        FlashInfer's
         workspaces, and the memory pool of the graphs, which keeps a step's activations and logits. Measured by no
         device yet."""
         size = self._captured_size(sequences)
-        state = DecodeState(size, rounded_up(tokens), self._num_logits, torch.device("meta")).nbytes
+        capacity = self._capacity(size)
+        state = DecodeState(capacity, rounded_up(tokens), self._num_logits, torch.device("meta")).nbytes
         pool = self.activation_bytes(size) + size * self._num_logits * self.dtype.itemsize
         return state + self._attention_bytes + pool * (size <= self.max_capture_size)
 
@@ -246,12 +273,13 @@ class CudaDecoder(TorchDecoder):
             try:
                 with self.state.padding(size):
                     self.graphs.add(key, step)
-            except RuntimeError as error:
-                self.max_capture_size = 0
+            except CaptureError as error:
+                self.max_capture_size, self.capture_sizes = 0, []
                 self.graphs.reset()
+                self.eager_reason = f"a decode step cannot be captured: {error}"
                 warnings.warn(
-                    f"decode steps run without CUDA graphs, which is slower: a step cannot be captured: {error} (free "
-                    "memory if it is short of it; enable_cuda_graph=false does not try)",
+                    f"decode steps run without CUDA graphs, which is slower: {self.eager_reason} (free memory if it is "
+                    f"short of it; enable_cuda_graph=false does not try; {LEAK})",
                     stacklevel=2,
                 )
         if size <= self.max_capture_size:
@@ -260,14 +288,14 @@ class CudaDecoder(TorchDecoder):
             step()
 
     def _decode_step(self, size: int) -> None:
-        """The decode step of the state's first `size` sequences."""
+        """Run the decode step of the state's first `size` sequences."""
         batch, state = self.state.batch(size), self.state
         step = self._step(batch, decoding=True, graphed=size <= self.max_capture_size)
         hidden = self._layers(self.embed(batch.ids, batch.positions), step, self.lent(), range(len(self.blocks)))
         state.logits[:size].copy_(self.model_logits(hidden))
 
     def eager_decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """The decode step without a graph."""
+        """Return the decode step without a graph."""
         hidden = self.embed(batch.ids, batch.positions)
         return self.logits(self.decode_layers(hidden, batch, kv, 0, len(self.blocks)))
 
@@ -277,16 +305,24 @@ class CudaDecoder(TorchDecoder):
         """`layers` for one new token of each sequence, as `decode` runs them."""
         return self._layers(hidden, self._step(batch, decoding=True), kv, range(first, last))
 
-    def _step(self, batch: PackedBatch, decoding: bool = False, graphed: bool = False) -> Step:
-        """What the layers of this forward share."""
+    def _step(
+        self,
+        batch: PackedBatch,
+        decoding: bool = False,
+        graphed: bool = False,
+        activations: LayerActivations | None = None,
+    ) -> Step:
+        """Return the state that the layers of this forward share."""
         self.reserve(batch.block_tables.shape[1] * BLOCK_SIZE)
+        query_scale = self._query_scale(batch.positions)
         if decoding:
             slot_mapping = decode_slot_mapping(batch.positions, batch.block_tables, BLOCK_SIZE)
-            return Step(batch, True, slot_mapping, graphed)
+            return Step(batch, True, slot_mapping, query_scale, graphed)
         tokens = torch.arange(len(batch.ids), dtype=torch.int32, device=batch.ids.device)
         owner, positions = torch.searchsorted(batch.cu_seqlens[1:], tokens, right=True), batch.positions.long()
         blocks = batch.block_tables[owner, positions // BLOCK_SIZE].long()
-        return Step(batch, False, blocks * BLOCK_SIZE + positions % BLOCK_SIZE)
+        slot_mapping = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
+        return Step(batch, False, slot_mapping, query_scale, activations=activations)
 
     def _layers(self, hidden: torch.Tensor, step: Step, kv: PagedKV, span: range) -> torch.Tensor:
         """Run the layers of `span`. What a layer adds to the residual stream, the next layer's norm kernel adds."""
@@ -297,6 +333,8 @@ class CudaDecoder(TorchDecoder):
         for index in span:
             hidden, pending = self._layer(index, hidden, pending, step, kv)
         hidden = self._added_and_normed(Tensors(), "", hidden, pending)[1]
+        if step.activations is not None and span.stop == len(self.blocks):
+            step.activations.write_input(span.stop, hidden)
         if kv.hidden_states is not None and span.stop == len(self.blocks):
             # A graph would keep the tensor; the address in the table is that of the current blocks.
             keep_hidden_states(hidden, step.slot_mapping, self.hidden_address)
@@ -321,31 +359,36 @@ class CudaDecoder(TorchDecoder):
         self.lent = weakref.ref(kv)
 
     def _layer_kv(self, index: int) -> LayerKV:
-        """The layer's blocks as Triton kernels read them."""
+        """Return the layer's blocks as Triton kernels read them."""
         return LayerKV(self.kv_table[index], self.dtype, BLOCK_SIZE, self.spec.num_kv_heads, self.spec.head_dim)
 
     def _layer(
-        self, index: int, hidden: torch.Tensor, pending: Pending | None, step: Step, kv: PagedKV
-    ) -> tuple[torch.Tensor, Pending]:
+        self, index: int, hidden: torch.Tensor, pending: ResidualUpdate | None, step: Step, kv: PagedKV
+    ) -> tuple[torch.Tensor, ResidualUpdate]:
         """Run a layer. Takes and gives the residual stream [tokens, hidden] and what is still to be added to it."""
         block = self.blocks[index]
         x, hidden = self._added_and_normed(block, "attention_norm", hidden, pending)
+        if step.activations is not None:
+            step.activations.write_input(index, hidden)
         # This class has a Step of its own, and methods that take it.
         attended = self._attention(index, x, step, kv)  # type: ignore[arg-type]
         record = self._record(index, step, kv)  # type: ignore[arg-type]
         if self.spec.parallel:
             attended = self._norm(block, "attention_post_norm", attended)
             x = self._norm(block, "mlp_norm", hidden) if "mlp_norm.weight" in block else x
-            return hidden, Pending(self._norm(block, "mlp_post_norm", self._mlp(index, x, record)) + attended)
+            output = self._norm(block, "mlp_post_norm", self._mlp(index, x, record))
+            if self.spec.attention_first:
+                return hidden + attended, ResidualUpdate(output)
+            return hidden, ResidualUpdate(output + attended)
         added = self._pending(block, "attention_post_norm", attended)
         x, hidden = self._added_and_normed(block, "mlp_norm", hidden, added)
         return hidden, self._pending(block, "mlp_post_norm", self._mlp(index, x, record))
 
-    def _pending(self, block: Tensors, role: str, output: torch.Tensor) -> Pending:
-        """An output, to be normed by `role` if there is such a norm."""
+    def _pending(self, block: Tensors, role: str, output: torch.Tensor) -> ResidualUpdate:
+        """Return an output, to be normed by `role` if there is such a norm."""
         if f"{role}.bias" in block:
-            return Pending(self._norm(block, role, output))
-        return Pending(output, block.get(f"{role}.weight"))
+            return ResidualUpdate(self._norm(block, role, output))
+        return ResidualUpdate(output, block.get(f"{role}.weight"))
 
     def _norms_in_rope(self) -> bool:
         """Whether the kernel of rope norms queries and keys too."""
@@ -355,23 +398,33 @@ class CudaDecoder(TorchDecoder):
         return q, k  # the kernel of `rope_and_write` norms them
 
     def _attended(
-        self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step, kv: PagedKV
+        self,
+        index: int,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        step: Step,
+        kv: PagedKV,
     ) -> torch.Tensor:
+        assert k is not None and v is not None, "no kernels read another layer's keys and values"
         spec, layer, batch = self.spec, self.spec.layers[index], step.batch
         blocks = LayerBlocks(kv.keys[index], kv.values[index], self._layer_kv(index))
         cos, sin = self.rope[layer.rotary] if layer.rotary else (None, None)
         qk_norm = None
-        if self._norms_in_rope():
+        if self._norms_in_rope() and layer.qk_norm:
             assert spec.norm == "rms", "queries and keys are normed by RMS norms"
             weight_q, weight_k = (self.blocks[index][f"{role}.weight"] for role in ("q_norm", "k_norm"))
-            qk_norm = QKNorm(weight_q, weight_k, spec.norm_eps, spec.norm_offset, spec.norm_float32)
+            qk_norm = QKNorm(
+                weight_q, weight_k, spec.norm_eps, spec.norm_offset, spec.norm_float32, after_rope=spec.qk_norm_last
+            )
         q = rope_and_write(
             q, k, v, cos, sin, batch.positions, step.slot_mapping, blocks.addresses, spec.rotary_interleaved, qk_norm
         )
+        q = self._scaled(index, q, step.query_scale)
         # A graph would keep the tensors in `blocks`; ours reads addresses, and so stays valid when blocks move.
         attention = self.graphed_attention if step.graphed else self.attention
         attend = attention.decode if step.decoding else attention.prefill
-        return attend(q, blocks, batch, layer.window, self.bias)
+        return attend(q, blocks, batch, layer.window, self.bias, self.blocks[index].get("sinks.weight"))
 
     def _write_experts(
         self, router_indices: torch.Tensor, slot_mapping: torch.Tensor, layer: int, chosen: torch.Tensor
@@ -381,13 +434,26 @@ class CudaDecoder(TorchDecoder):
 
     def _mlp(self, index: int, x: torch.Tensor, record: Record | None) -> torch.Tensor:
         block, spec = self.blocks[index], self.spec
-        if not spec.layers[index].experts:
-            up = self._linear(block, "gate_up" if spec.gated else "up", x)
-            return self._linear(block, "down", activated(up, self._activation, spec.gated))
-        router, gate_up, down = (block[f"{role}.weight"] for role in ("router", "experts_gate_up", "experts_down"))
-        settings = spec.experts_per_token, spec.normalize_experts, spec.experts_float32
-        gated = partial(activated, activation=self._activation, gated=True)
-        return mixture(x, router, gate_up, down, *settings, gated, record)
+        if spec.gated or spec.layers[index].experts:
+            return super()._mlp(index, x, record)
+        parameters = [block[f"{role}.weight"] for role in XIELU] if spec.activation == "xielu" else None
+        return self._linear(
+            block, "down", activated(self._linear(block, "up", x), self._activation, parameters=parameters)
+        )
+
+    def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return activated(gate_up, self._activation, True, self.spec.swiglu_alpha, self.spec.swiglu_limit)
+
+    def _mixture(
+        self, block: Tensors, x: torch.Tensor, record: Record | None, router_input: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        assert router_input is None, "no kernels have routers that read the residual stream"
+        weights, chosen = self._routed(block, x, record)
+        x, weights = self._weighted(x, weights)
+        names = [f"{role}.{kind}" for kind in ("weight", "bias") for role in ("experts_gate_up", "experts_down")]
+        gate_up, down, gate_up_bias, down_bias = map(block.get, names)
+        first_expert = None if len(gate_up) == self.spec.num_experts else self.first_expert
+        return mixture(x, weights, chosen, gate_up, down, gate_up_bias, down_bias, self._gated, first_expert)
 
     @property
     def _activation(self) -> str:
@@ -395,9 +461,9 @@ class CudaDecoder(TorchDecoder):
         return "gelu_new" if self.spec.activation_stepwise else self.spec.activation
 
     def _added_and_normed(
-        self, tensors: Tensors, role: str, hidden: torch.Tensor, pending: Pending | None
+        self, tensors: Tensors, role: str, hidden: torch.Tensor, pending: ResidualUpdate | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual stream with `pending` added: normed by `role` if there is such a norm, and not normed."""
+        """Return the residual stream with `pending` added: normed by `role` if there is such a norm, and not normed."""
         if pending is None:
             return self._norm(tensors, role, hidden), hidden
         multiplier = self.spec.residual_multiplier
@@ -424,9 +490,20 @@ class CudaDecoder(TorchDecoder):
         return add_norm(x, residual, weight, bias, *choices, post_weight)
 
 
+class Int8CudaDecoder(Int8Decoder, CudaDecoder):
+    """CudaDecoder over int8 weights: they are dequantized as they are multiplied. Experts are not supported."""
+
+    def _product(
+        self, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        if scale is None:
+            return super()._product(x, weight, scale, bias)
+        return int8_linear(x, weight, scale, bias)
+
+
 class ShardedCudaDecoder(ShardedDecoder, CudaDecoder):
     """CudaDecoder over a rank's slices of the weights, as ShardedDecoder; a graph contains the sums over the ranks."""
 
     def _norms_in_rope(self) -> bool:
-        """Norms over all heads of a token are sums over the ranks."""
+        """Return norms over all heads of a token are sums over the ranks."""
         return self.spec.qk_norm == "head"

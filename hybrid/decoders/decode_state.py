@@ -5,8 +5,9 @@ from contextlib import contextmanager
 
 import torch
 
-from hybrid.decoders.batch import BLOCK_SIZE, Draws, PackedBatch, mark_seen
+from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch
 from hybrid.kernels.triton_decode import advance
+from hybrid.sampling.state import SamplingState, mark_seen
 
 MAX_STEPS = 32  # that run before the host reads their tokens
 
@@ -21,6 +22,7 @@ class DecodeState:
     finished: int32 [capacity], 1 for sequences that have ended, and for padding.
     steps: int32 [capacity], tokens recorded since `load_draws`.  tokens: int64 [MAX_STEPS, capacity].
     logps: float32 [3, MAX_STEPS, capacity]: sampling, old, raw.  logits: float32 [capacity, vocab_size].
+    values: float32 [capacity, 6], as SamplingState's.
     """
 
     def __init__(self, capacity: int, tokens: int, vocab_size: int, device: torch.device):
@@ -35,7 +37,7 @@ class DecodeState:
         self.cu_seqlens = torch.arange(capacity + 1, dtype=torch.int32, device=device)
         self.tokens, self.logps = zeros(MAX_STEPS, capacity), zeros(3, MAX_STEPS, capacity, dtype=torch.float32)
         self.logits = zeros(capacity, vocab_size, dtype=torch.float32)
-        self.values: torch.Tensor | None = None  # of Draws
+        self.values = zeros(capacity, 6, dtype=torch.float32)
         self.stop_token_ids: dict[int, torch.Tensor] = {}  # by their number
         self.seen: torch.Tensor | None = None  # uint8 [capacity, vocab + 1]; the last column is for no token
 
@@ -46,7 +48,7 @@ class DecodeState:
         return sum(tensor.nbytes for tensor in (*tensors, *self.stop_token_ids.values()))
 
     def batch(self, count: int) -> PackedBatch:
-        """The step's batch of the first `count` sequences."""
+        """Return the step's batch of the first `count` sequences."""
         return PackedBatch(
             self.ids[:count],
             self.positions[:count],
@@ -73,39 +75,39 @@ class DecodeState:
         for tensor in (self.lengths, self.finished):
             tensor[first:last].fill_(1)
 
-    def load_draws(self, draws: Draws) -> None:
+    def load_draws(self, sampling: SamplingState) -> None:
         """Copy in how the loaded sequences' tokens are sampled. None of them has ended, and nothing is recorded."""
-        count = len(draws.keys)
-        self.keys[:count].copy_(draws.keys)
-        self.new_positions[:count].copy_(draws.positions)
-        self.limits[:count].copy_(draws.limits)
+        count = len(sampling.keys)
+        self.keys[:count].copy_(sampling.keys)
+        self.new_positions[:count].copy_(sampling.positions)
+        self.limits[:count].copy_(sampling.limits)
         self.finished[:count].zero_()
         self.steps.zero_()
-        self.tokens.fill_(draws.pad_token_id)
+        self.tokens.fill_(sampling.pad_token_id)
         self.logps.zero_()
-        if self.values is None:
-            self.values = draws.values.clone()
-        self.values.copy_(draws.values)
-        self.stop_ids(draws).copy_(draws.stop_token_ids)
-        if draws.token_ids is not None:
+        self.values[:count].copy_(sampling.values)
+        self.stop_ids(sampling).copy_(sampling.stop_token_ids)
+        if sampling.token_ids is not None:
             if self.seen is None:
                 self.seen = torch.zeros(self.capacity, self.vocab_size + 1, dtype=torch.uint8, device=self.device)
             self.seen.zero_()
-            mark_seen(self.seen[:count], draws.token_ids)
+            mark_seen(self.seen[:count], sampling.token_ids)
 
-    def stop_ids(self, draws: Draws) -> torch.Tensor:
-        """The tensor of as many stop tokens as `draws` has, int64 [n]."""
-        count = len(draws.stop_token_ids)
+    def stop_ids(self, sampling: SamplingState) -> torch.Tensor:
+        """Return the tensor of as many stop tokens as `draws` has, int64 [n]."""
+        count = len(sampling.stop_token_ids)
         if count not in self.stop_token_ids:
-            self.stop_token_ids[count] = draws.stop_token_ids.clone()
+            self.stop_token_ids[count] = sampling.stop_token_ids.clone()
         return self.stop_token_ids[count]
 
-    def draw(self, draws: Draws, count: int) -> None:
+    def draw(self, sampling: SamplingState, count: int) -> None:
         """Sample a token for each of the first `count` sequences, record it, and make it the sequence's next input."""
-        stop_token_ids = self.stop_ids(draws)
-        seen = None if draws.token_ids is None else self.seen[:count]
-        settings = self.keys[:count], self.new_positions[:count], self.values, stop_token_ids
-        drawn, sampled, old, raw = draws.sample(self.logits[:count], *settings, None if seen is None else seen[:, :-1])
+        stop_token_ids = self.stop_ids(sampling)
+        seen = None if sampling.token_ids is None else self.seen[:count]
+        settings = self.keys[:count], self.new_positions[:count], self.values[:count], stop_token_ids
+        drawn, sampled, old, raw = sampling.sample_in_kernels(
+            self.logits[:count], *settings, None if seen is None else seen[:, :-1]
+        )
         state = self.ids, self.positions, self.lengths, self.new_positions, self.limits, self.finished, self.steps
         ids, positions, lengths, new_positions, limits, finished, steps = (tensor[:count] for tensor in state)
         sequences = ids, positions, lengths, new_positions, limits, finished, steps
@@ -120,5 +122,5 @@ class DecodeState:
         try:
             yield
         finally:
-            for tensor, own in zip(held, before, strict=True):
-                tensor[:count].copy_(own)
+            for tensor, saved in zip(held, before, strict=True):
+                tensor[:count].copy_(saved)

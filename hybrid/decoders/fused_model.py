@@ -9,10 +9,11 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hybrid.decoders.attention_choice import AttentionChoice, choose_attention
-from hybrid.decoders.batch import KVWeights
-from hybrid.decoders.bound_weights import BoundWeights, MetaWeights
+from hybrid.decoders.batch import KVWeights, state_bytes
 from hybrid.decoders.cpu_decoder import CpuDecoder, Workspace
-from hybrid.decoders.fallback import NO_WARNING, FallbackReasons, ForeignHooks, no_decoder_reason
+from hybrid.decoders.decoder_weights import DecoderWeights, MetaWeights
+from hybrid.decoders.fallback import NO_WARNING, FallbackReasons, no_decoder_reason
+from hybrid.decoders.foreign_code import ForeignForwards, UserHooks
 from hybrid.decoders.selection import (
     CPU_KERNELS,
     TRITON,
@@ -30,7 +31,7 @@ from hybrid.kernels.device_group import on_devices
 from hybrid.kernels.host_group import HostGroup, on_host
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.spec import DecoderLayout, UnsupportedModel
-from hybrid.parallel import InferenceGroup
+from hybrid.runtime.parallel import InferenceGroup
 from hybrid.weights.int8_copy import Int8Copy
 from hybrid.weights.slices import Shard, shard_spec
 from hybrid.weights.snapshot import Snapshot
@@ -40,12 +41,13 @@ AnyDecoder = WholeDecoder | StreamedDecoder
 
 
 @dataclass
-class Bound:
-    """A decoder, its weights, and their key when it was last bound to them."""
+class BoundDecoder:
+    """A decoder, its weights, and when it was last bound to them: their key, and the snapshot's `overwrites`."""
 
     decoder: AnyDecoder
-    weights: BoundWeights
+    weights: DecoderWeights
     key: tuple = ()
+    overwrites: int = 0
 
 
 class FusedModel:
@@ -65,6 +67,8 @@ class FusedModel:
     attention_backend: as RolloutConfig's.
     records_experts: whether forwards record the experts of each token, in `PagedKV.router_indices`.
     keeps_hidden_states: whether they keep the last layer's outputs, in `PagedKV.hidden_states`.
+    trusts_forwards: whether forwards of unknown code are compared by the self-check alone.
+    Each engine sets a few of the thirteen arguments. The fields are these, and the state of binding and self-check.
     """
 
     def __init__(
@@ -81,19 +85,20 @@ class FusedModel:
         attention_backend: str = "triton",
         records_experts: bool = False,
         keeps_hidden_states: bool = False,
+        trusts_forwards: bool = False,
     ):
         self.info, self.snapshot = info, snapshot
         self.layout = snapshot.layout if isinstance(snapshot, Int8Copy) else info.layout
         self.stream, self.is_shared = stream, group is not None or stream is not None  # ranks run the decoder together
-        self.bound: dict[bool, Bound] = {}  # by whether adapters are used
+        self.bound: dict[bool, BoundDecoder] = {}  # by whether adapters are used
         self.copies: Copies = WeakValueDictionary()  # weight copies, shared by these decoders
         self.checked, self.warns = False, warns and info.can_generate
         self.reasons = FallbackReasons() if reasons is None else reasons
-        self.foreign_hooks = ForeignHooks(info.model, own_hooks)
-        # The engine replaces no forward within the layers, so any change there is the user's.
-        self.inner = [module for layer in info.layers for module in layer.modules() if module is not layer]
-        self.checked_forwards: list[tuple] = []
+        self.foreign_hooks = UserHooks(info.model, own_hooks)
+        self.foreign_forwards = ForeignForwards(info, trusts_forwards)
+        self.checked_forwards = 0  # `ForeignForwards.replaced` at the last self-check
         self.kv_block_bytes: int | None = None  # bytes of a block, cached by `block_bytes`
+        self.kv_slot_bytes: int | None = None  # bytes of a slot, cached by `slot_bytes`
         self.blank = MetaWeights(self.layout, snapshot)
         if group is not None:
             param = next(info.model.parameters())
@@ -101,22 +106,54 @@ class FusedModel:
         self.group = group
         self.max_capture_size, self.workspace = max_capture_size, Workspace()
         self.attention_backend, self.records_experts = attention_backend, records_experts
-        self.keeps_hidden_states = keeps_hidden_states
+        # Of a recurrent model no prefix is found whose hidden states could be read.
+        self.keeps_hidden_states = keeps_hidden_states and not (self.layout and self.layout.spec.is_recurrent)
         self.remark = ""  # why it is not what the settings ask for, at the end of `description`
+        self.rollouts: FusedModel | None = None  # what generates instead of it: over an int8 copy
         self.fallback_reason = fallback_reason or no_decoder_reason(info, self.blank.embedding)
+        self.fallback_reason = self.fallback_reason or self._mixer_reason()
+        self.fallback_reason = self.fallback_reason or self.foreign_forwards.first()
+
+    def _mixer_reason(self) -> str:
+        """Return why recurrent layers, latent attention or layers that differ cannot run fused; "" if they can, or if
+        there are none."""
+        spec, reason = self.layout.spec, ""
+        if spec.is_recurrent:
+            reason = "are not sliced over ranks" if self.group is not None else ""
+            if not reason and self._int8_weights():
+                reason = "are not tried over int8 weights"
+            if not reason and self.on_triton:
+                reason = "have no kernels for GPUs yet"
+            reason = reason and spec.recurrent_reason(reason)
+        elif spec.latent_dim and self.on_triton:
+            reason = "its latent attention has no kernels for GPUs yet"
+        elif spec.varies_by_layer and self.on_triton:
+            reason = "layers that differ in their heads, or have inputs of their own, have no kernels for GPUs yet"
+        elif spec.value_dim and self.on_triton:
+            reason = "values of another size than keys have no kernels for GPUs yet"
+        elif spec.per_layer_input_size and self.stream is not None:
+            reason = "per-layer inputs are made of weights outside the layers, which are not streamed with them"
+        return reason and f"{reason} ({NO_WARNING})"
 
     @property
     def description(self) -> str:
         """A description of what runs in the model's place."""
-        decoder, graphs = f"a decoder of the {self.layout.family} family", ", decode steps as CUDA graphs"
+        decoder, graphs = f"a decoder of the {self.layout.family} family", ""
         if self.on_triton:
-            graphs = f"{graphs * self.has_graphs}, {self.attention.describe(self.has_graphs)}"
+            if self.has_graphs:
+                graphs = ", decode steps as CUDA graphs"
+            elif self.eager_reason:
+                graphs = f", decode steps without CUDA graphs ({self.eager_reason})"
+            graphs += f", {self.attention.describe(self.has_graphs)}"
         if self.group is not None:
-            return f"{decoder}, sharded over {self.group.size} ranks{graphs * self.on_triton}"
+            return f"{decoder}, sharded over {self.group.size} ranks{graphs}"
         int8 = self._int8_weights()
         decoder += " over int8 weights" * bool(int8) + f", on {kernels_for(self.blank.embedding(), int8)}"
         decoder += ", with weights gathered layer by layer" * (self.stream is not None)
-        return decoder + graphs * self.on_triton + self.remark
+        if self.layout.spec.is_recurrent:
+            decoder += ", without a prefix cache (a block alone does not continue a recurrent state)"
+        rollouts = "" if self.rollouts is None else f"; generate() and rollout(): {self.rollouts.description}"
+        return decoder + graphs + self.remark + rollouts
 
     @property
     def on_triton(self) -> bool:
@@ -125,8 +162,14 @@ class FusedModel:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether decode steps are CUDA graphs."""
-        return self.on_triton and self.max_capture_size > 0 and self.stream is None
+        """Whether decode steps are CUDA graphs, as far as they have been captured."""
+        return self.on_triton and self.max_capture_size > 0 and self.stream is None and not self.eager_reason
+
+    @property
+    def eager_reason(self) -> str:
+        """The reason for decode steps without CUDA graphs where the settings ask for them; "" if no capture failed."""
+        reasons = (getattr(bound.decoder, "eager_reason", "") for bound in self.bound.values())
+        return next(filter(None, reasons), "")
 
     @property
     def attention(self) -> AttentionChoice:
@@ -135,7 +178,7 @@ class FusedModel:
         return choose_attention(self.attention_backend, self.layout.spec, embedding.dtype, embedding.device)
 
     def fallback_reason_now(self, tokens: int = 0) -> str:
-        """Why the model must run natively now, and what the user can do about it; "" if it need not.
+        """Return the reason why the model must run natively now, and the remedy; "" if it need not.
 
         tokens: of the longest sequence. Beyond `DecoderSpec.max_positions` its tables end or depend on the length.
         """
@@ -143,6 +186,8 @@ class FusedModel:
             return self.fallback_reason
         if hook := self.foreign_hooks.first():
             return f"hooks run only with the model's own modules: {hook} (remove them before inference)"
+        if foreign := self.foreign_forwards.first():
+            return foreign
         if torch.is_autocast_enabled(self.blank.embedding().device.type):
             return (
                 "autocast chooses the dtype of every operation (generate outside of torch.autocast; in DeepSpeed's "
@@ -163,8 +208,8 @@ class FusedModel:
         self.reasons.note(self.fallback_reason_now() or reason, self.warns)
 
     def decoder(self, adapters: bool, tokens: int) -> AnyDecoder | None:
-        """The decoder, bound to the current weights, for sequences of up to `tokens` tokens; None if the model must run
-        natively, which is warned about.
+        """Return the decoder, bound to the current weights, for sequences of up to `tokens` tokens; None if the model
+        must run natively, which is warned about.
 
         For a rank that runs the decoder by itself, inside an open window; `adapters` as the window has them. The first
         call runs the self-check. If a layer differs, the decoder is disabled for good.
@@ -172,23 +217,27 @@ class FusedModel:
         if reason := self.fallback_reason_now(tokens):
             self.note_fallback(reason)
             return None
-        if self.needs_check() and (reason := self.check(adapters)):
+        if self.needs_check() and (reason := self.check(adapters, tokens)):
             self.refuse(reason)
             self.note_fallback()
             return None
         return self.bound_decoder(adapters)
 
     def needs_check(self) -> bool:
-        """Whether the self-check must run: on first use, and after a forward within the layers has been replaced."""
-        return not self.checked or self.checked_forwards != self._forwards()
+        """Whether the self-check must run: on first use, and after a forward within the layers has been replaced, as
+        `fallback_reason_now` has seen."""
+        return not self.checked or self.checked_forwards != self.foreign_forwards.replaced
 
-    def check(self, adapters: bool) -> str:
+    def check(self, adapters: bool, tokens: int = 0) -> str:
         """Compare the decoder with the model's own layers; returns what differs, "" if nothing does.
 
         If ranks run the decoder together, it is a collective, and every rank runs it to its end.
+
+        tokens: of the longest sequence of the request, whose graphs are then those of the check.
         """
         try:
-            decoder, forwards = self.bound_decoder(adapters), self._forwards()
+            decoder, forwards = self.bound_decoder(adapters), self.foreign_forwards.replaced
+            decoder.reserve(tokens)
             with self._reference(adapters):
                 require_equal(decoder, self.info)
             self.checked, self.checked_forwards = True, forwards
@@ -205,37 +254,30 @@ class FusedModel:
         self.fallback_reason = f"{reason} (if nobody has changed the model's forwards, please report it; {NO_WARNING})"
         self.bound.clear()
 
-    def _forwards(self) -> list[tuple]:
-        """The current forward of every module within the layers."""
-        return [(type(module).forward, module.__dict__.get("forward")) for module in self.inner]
-
     def bound_decoder(self, adapters: bool) -> AnyDecoder:
-        """The decoder, bound to the current weights. Call it in an open window, with `adapters` as the window's."""
+        """Return the decoder, bound to the current weights. Expects an open window, and `adapters` as the window's."""
         with_adapters = adapters and any(adapted.state() for adapted in self.snapshot.adapted)
         if with_adapters not in self.bound:
-            weights = BoundWeights(self.layout, self.snapshot, with_adapters)
-            self.bound[with_adapters] = Bound(self._decoder(weights), weights)
+            weights = DecoderWeights(self.layout, self.snapshot, with_adapters)
+            self.bound[with_adapters] = BoundDecoder(self._decoder(weights), weights)
         bound = self.bound[with_adapters]
-        key = bound.weights.key()
-        if bound.key != key:
+        key, overwrites = bound.weights.key(), self.snapshot.overwrites
+        if (bound.key, bound.overwrites) != (key, overwrites):
             bound.decoder.bind()
-            bound.key = key
-        bound.decoder.kv_weights = self._kv_weights(with_adapters, bound)
+            bound.key, bound.overwrites = key, overwrites
+        state = self.snapshot.weights.state(with_adapters)
+        variant = type(self.snapshot).__name__, state.adapters, bound.key  # weights that have moved may be others
+        bound.decoder.kv_weights = KVWeights((state.loads, state.steps), variant)
         return bound.decoder
 
-    def _kv_weights(self, adapters: bool, bound: Bound) -> KVWeights:
-        """What the decoder computes keys and values with. Weights that have moved may be others."""
-        state = self.snapshot.weights.state(adapters)
-        return KVWeights((state.loads, state.steps), (type(self.snapshot).__name__, state.adapters, bound.key))
-
-    def _decoder(self, weights: BoundWeights) -> AnyDecoder:
-        """The decoder over these weights, not yet bound."""
+    def _decoder(self, weights: DecoderWeights) -> AnyDecoder:
+        """Return the decoder over these weights, not yet bound."""
         if self.stream is not None:
             return StreamedDecoder(self.layout, weights, self.stream, self._whole_decoder)
         return self._own_decoder(weights, self.copies)
 
-    def _own_decoder(self, weights: BoundWeights, copies: Copies | None = None) -> WholeDecoder:
-        """A decoder over whole weights, or over this rank's slices; not yet bound."""
+    def _own_decoder(self, weights: DecoderWeights, copies: Copies | None = None) -> WholeDecoder:
+        """Return a decoder over whole weights, or over this rank's slices; not yet bound."""
         if self.group is None:
             return self._whole_decoder(self.layout, weights, copies)
         decoder = self._sharded_decoder(self.group, weights, copies)
@@ -243,7 +285,7 @@ class FusedModel:
         return decoder
 
     def _sharded_decoder(
-        self, group: InferenceGroup | HostGroup, weights: BoundWeights, copies: Copies | None
+        self, group: InferenceGroup | HostGroup, weights: DecoderWeights, copies: Copies | None
     ) -> WholeDecoder:
         embedding = weights.embedding()
         if kernels_for(embedding) == TRITON:
@@ -258,7 +300,7 @@ class FusedModel:
         return CpuDecoder(*reads, copies, self.workspace, group)
 
     def _whole_decoder(
-        self, layout: DecoderLayout, weights: BoundWeights, copies: Copies | None = None
+        self, layout: DecoderLayout, weights: DecoderWeights, copies: Copies | None = None
     ) -> WholeDecoder:
         int8 = self._int8_weights()
         flashinfer = self.on_triton and self.attention.flashinfer
@@ -270,15 +312,24 @@ class FusedModel:
         return int8_weights_of(self.snapshot.holders if isinstance(self.snapshot, Int8Copy) else self.info.model)
 
     def block_bytes(self) -> int:
-        """Bytes of a block of the KV cache on this rank; 0 if there is no decoder."""
+        """Return the bytes of a block of the KV cache on this rank, at least 1; 0 if there is no decoder."""
         if self.fallback_reason:
             return 0
         if self.kv_block_bytes is None:
-            self.kv_block_bytes = self._own_decoder(self.blank).kv(1).nbytes
+            self.kv_block_bytes = self._own_decoder(self.blank).kv(1).block_bytes
         return self.kv_block_bytes
 
+    def slot_bytes(self) -> int:
+        """Return the bytes of a sequence's recurrent states; 0 if it has none, or there is no decoder."""
+        if self.fallback_reason or not self.layout.spec.is_recurrent:
+            return 0
+        if self.kv_slot_bytes is None:
+            self.kv_slot_bytes = state_bytes(self._own_decoder(self.blank).states(1))
+        return self.kv_slot_bytes
+
     def planned(self) -> WholeDecoder | None:
-        """The decoder with adapters over weights that take no memory, for memory plans; None if there is no decoder."""
+        """Return the decoder with adapters over weights that take no memory, for memory plans; None if there is no
+        decoder."""
         if self.fallback_reason:
             return None
         decoder = self._own_decoder(self.blank)
@@ -286,13 +337,13 @@ class FusedModel:
         return decoder
 
     def peak_activation_bytes(self) -> int:
-        """Bytes of activations in the largest forward so far, plus those of the most logits."""
+        """Return the bytes of activations in the largest forward so far, plus those of the most logits."""
         decoders = (bound.decoder for bound in self.bound.values())
         whole = (decoder.inner if isinstance(decoder, StreamedDecoder) else decoder for decoder in decoders)
         return max((decoder.peak_activation_bytes() for decoder in whole), default=0)
 
     def nbytes(self) -> int:
-        """Bytes of weight copies that decoders hold in addition to the snapshot."""
+        """Return the bytes of weight copies that decoders hold in addition to the snapshot."""
         return sum(copy.nbytes for copy in self.copies.values())
 
     def release(self) -> None:

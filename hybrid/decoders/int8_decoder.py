@@ -20,7 +20,8 @@ class Int8Decoder(TorchDecoder):
             tensor = self._read(ref)
             if tensor is None:
                 continue
-            bound[role] = tensor if tensor.dtype in (self.dtype, torch.int8) else tensor.to(self.dtype)
+            dtype = self._dtype_of(role)
+            bound[role] = tensor if tensor.dtype in (dtype, torch.int8) else tensor.to(dtype)
             if tensor.dtype == torch.int8:
                 bound[role.replace(".weight", ".scale")] = scale_of(ref)
         for name, roles in JOINED.items():
@@ -47,7 +48,8 @@ class Int8Decoder(TorchDecoder):
 
     def _linear(self, tensors: Tensors, role: str, x: torch.Tensor) -> torch.Tensor:
         if role in JOINED and f"{role}.weight" not in tensors:
-            return torch.cat([self._linear(tensors, part, x) for part in JOINED[role]], dim=-1)
+            parts = [part for part in JOINED[role] if f"{part}.weight" in tensors]
+            return torch.cat([self._linear(tensors, part, x) for part in parts], dim=-1)
         return self._product(x, *(tensors.get(f"{role}.{kind}") for kind in ("weight", "scale", "bias")))
 
     def _product(
@@ -55,6 +57,10 @@ class Int8Decoder(TorchDecoder):
     ) -> torch.Tensor:
         """x @ weightᵀ + bias, as `int8_linear`."""
         return int8_linear(x, weight, scale, bias)
+
+    def _kv_b(self, block: Tensors) -> torch.Tensor:
+        weight, scale = block["kv_b.weight"], block.get("kv_b.scale")
+        return weight if scale is None else dequantized(weight, scale).to(self.dtype)
 
     def _expert(self, block: Tensors, role: str, expert: int) -> torch.Tensor:
         weight, scale = (block.get(f"{role}.{kind}") for kind in ("weight", "scale"))

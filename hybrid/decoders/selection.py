@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from hybrid.decoders.bound_weights import BoundWeights
 from hybrid.decoders.cpu_decoder import CpuDecoder, Workspace, reads_int8
+from hybrid.decoders.decoder_weights import DecoderWeights
 from hybrid.decoders.int8_decoder import Int8Decoder
 from hybrid.decoders.torch_decoder import Copies, TorchDecoder, WholeDecoder
 from hybrid.kernels import has_triton
@@ -19,7 +19,7 @@ Int8Weights = Sequence[tuple[torch.Tensor, torch.Tensor]]  # weights, each with 
 
 
 def kernels_for(weight: torch.Tensor, int8: Int8Weights = ()) -> str:
-    """What a decoder over whole weights computes with: CPU_KERNELS, TRITON or TORCH.
+    """Return the kernels of a decoder over whole weights: CPU_KERNELS, TRITON or TORCH.
 
     weight: any weight that is not int8; it may be partitioned.  int8: the model's int8 weights.
     """
@@ -31,20 +31,20 @@ def kernels_for(weight: torch.Tensor, int8: Int8Weights = ()) -> str:
 
 
 def int8_weights_of(model: nn.Module) -> Int8Weights:
-    """The model's int8 weights, each with its scales."""
+    """Return the model's int8 weights, each with its scales."""
     return [pair for module in model.modules() for pair in int8_weights(module)]
 
 
 def whole_decoder(
     layout: DecoderLayout,
-    weights: BoundWeights,
+    weights: DecoderWeights,
     int8: Int8Weights,
     max_capture_size: int,
     workspace: Workspace,
     copies: Copies | None = None,
     flashinfer: bool = False,
 ) -> WholeDecoder:
-    """A decoder in the embedding's dtype, over whole weights, on the kernels that `kernels_for` selects.
+    """Return a decoder in the embedding's dtype, over whole weights, on the kernels that `kernels_for` selects.
 
     int8: the model's int8 weights.  max_capture_size, flashinfer: as CudaDecoder's.
     workspace, copies: as CpuDecoder's.
@@ -53,13 +53,11 @@ def whole_decoder(
     kernels, reads = kernels_for(embedding, int8), (layout, weights.tensor, embedding.dtype)
     if kernels == CPU_KERNELS:
         return CpuDecoder(*reads, cpu_library(), weights.lora_deltas, copies, workspace)
-    if kernels == TRITON and int8:
-        from hybrid.decoders.int8_cuda_decoder import Int8CudaDecoder  # needs triton, which a CPU install lacks
-
-        return Int8CudaDecoder(*reads, max_capture_size, copies=copies, flashinfer=flashinfer)
     if kernels == TRITON:
-        from hybrid.decoders.cuda_decoder import CudaDecoder
+        from hybrid.decoders.cuda_decoder import CudaDecoder, Int8CudaDecoder  # need triton, which a CPU install lacks
 
+        if int8:
+            return Int8CudaDecoder(*reads, max_capture_size, copies=copies, flashinfer=flashinfer)
         return CudaDecoder(
             *reads, max_capture_size, lora_deltas=weights.lora_deltas, copies=copies, flashinfer=flashinfer
         )

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybrid.decoders.batch import Draws, KVWeights, PackedBatch, PagedKV
-from hybrid.decoders.bound_weights import BoundWeights
-from hybrid.decoders.drafts import Drafting, VerifiedTokens, verify_steps
+from hybrid.decoders.batch import KVWeights, LayerActivations, PackedBatch, PagedKV
+from hybrid.decoders.decoder_weights import DecoderWeights
 from hybrid.decoders.torch_decoder import WholeDecoder
 from hybrid.models.spec import DecoderLayout, RopeTable
-from hybrid.parallel import any_rank
-from hybrid.weights.lora import Adapted
+from hybrid.runtime.parallel import any_rank, stop_others
+from hybrid.runtime.waiting import waiting_to
+from hybrid.weights.lora import AdaptedModule
 from hybrid.weights.streaming import WeightStream
 
 # The segments before and after the layers, and the roles whose weights they read.
@@ -24,7 +24,7 @@ ENDS = {
     AFTER: ("final_norm", "project_out", "head"),
 }
 Segment = int | str  # a layer's index, BEFORE or AFTER
-DONE = object()
+DONE, IDLE = object(), object()
 
 
 class StreamedDecoder:
@@ -42,16 +42,17 @@ class StreamedDecoder:
     def __init__(
         self,
         layout: DecoderLayout,
-        weights: BoundWeights,
+        weights: DecoderWeights,
         stream: WeightStream,
-        make: Callable[[DecoderLayout, BoundWeights], WholeDecoder],
+        make: Callable[[DecoderLayout, DecoderWeights], WholeDecoder],
     ):
         # All layers use the same positions' rope tables: compute them once.
         rotary: dict[str, RopeTable] = {key: CachedRope(table) for key, table in layout.rotary.items()}
         self.inner = inner = make(replace(layout, rotary=rotary), weights)
         self.spec, self.layout, self.dtype, self.reserve = inner.spec, inner.layout, inner.dtype, inner.reserve
         self.weights, self.stream, self.process_group = weights, stream, weights.embedding().ds_process_group
-        self.kv, self.context_block = inner.kv, inner.context_block
+        self.kv, self.states, self.context_block = inner.kv, inner.states, inner.context_block
+        self.keeps_hidden_states = inner.keeps_hidden_states
 
     @property
     def device(self) -> torch.device:
@@ -59,34 +60,34 @@ class StreamedDecoder:
         return self.inner.device
 
     def bind(self) -> None:
-        """Does nothing: the weights are read at every forward."""
+        """Do nothing: the weights are read at every forward."""
 
-    def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """The last layer's output for this rank's tokens, [tokens, hidden]. Writes their keys and values to `kv`."""
-        return self._exchange(batch, kv)
+    def forward(self, batch: PackedBatch, kv: PagedKV, activations: LayerActivations | None = None) -> torch.Tensor:
+        """Return the last layer's output for this rank's tokens, [tokens, hidden]. Writes their keys and values to
+        `kv`, and the layers' inputs to `activations`."""
+        return self._exchange(batch, kv, activations=activations)
 
     def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """Logits after one new token for each of this rank's sequences.  float32 [sequences, vocab]"""
+        """Return the logits after one new token for each of this rank's sequences.  float32 [sequences, vocab]"""
         return self._exchange(batch, kv, wants_logits=True)
 
     def verify(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """Logits after every token of this rank's batch.  float32 [tokens, vocab]"""
+        """Return the logits after every token of this rank's batch.  float32 [tokens, vocab]"""
         return self._exchange(batch, kv, wants_logits=True)
 
-    def verify_steps(
-        self, batch: PackedBatch, kv: PagedKV, draws: Draws, drafting: Drafting, steps: int
-    ) -> VerifiedTokens:
-        """As `hybrid.decoders.drafts.verify_steps`: the layers are gathered once a step. Ranks draft as they like."""
-        return verify_steps(self, batch, kv, draws, drafting, steps)
-
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of the last layer's output [n, hidden].  float32 [n, vocab]"""
+        """Return the logits of the last layer's output [n, hidden].  float32 [n, vocab]"""
         return self._exchange(rows=hidden)
 
-    def finish(self) -> None:
-        """Run dummy steps until every rank is done."""
-        while self._exchange() is not DONE:
+    def finish(self, interrupt: BaseException | None = None) -> None:
+        """Run dummy steps until every rank is done; after an interrupt of this rank, stop the others."""
+        while self._exchange(interrupt=interrupt) is not DONE:
             pass
+
+    def join(self) -> bool:
+        """Take part in a step of the other ranks without work; return whether one of them had any. Ranks that finish
+        wait for this one, which may have work later."""
+        return self._exchange(stays=True) is not IDLE
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """As TorchDecoder's."""
@@ -116,7 +117,7 @@ class StreamedDecoder:
                 pass
         return x
 
-    def _owners(self, segment: Segment) -> list[nn.Parameter | Adapted]:
+    def _owners(self, segment: Segment) -> list[nn.Parameter | AdaptedModule]:
         if isinstance(segment, str):
             roles = ENDS[segment]
             refs = [ref for name, ref in self.layout.outer.items() if name.partition(".")[0] in roles]
@@ -125,28 +126,41 @@ class StreamedDecoder:
         owners = (param if adapted is None else adapted for adapted, param in map(self.weights.owner, refs))
         return [owner for owner in dict.fromkeys(owners) if owner is not None]
 
+    @waiting_to("decode with streamed weights")
     def _exchange(
         self,
         batch: PackedBatch | None = None,
         kv: PagedKV | None = None,
         rows: torch.Tensor | None = None,
         wants_logits: bool = False,
+        interrupt: BaseException | None = None,
+        activations: LayerActivations | None = None,
+        stays: bool = False,
     ) -> Any:
-        """A collective. Gives the hidden states or logits that this rank wants; DONE if no rank wants anything.
+        """Return the hidden states or logits that this rank wants. A collective. If no rank wants anything: IDLE if one
+        stays, else DONE. Raises RankFailedError if another rank was interrupted.
 
-        batch, kv: of a forward.  rows: hidden states to give logits of.  wants_logits: whether to give the batch's.
+        batch, kv, activations: of a forward.  rows: hidden states to give logits of.  wants_logits: whether to give the
+        batch's.  stays: whether this rank may want something later.
         """
         layers = range(len(self.spec.layers))
         work: dict[Segment, Callable] = {}
         if batch is not None:
             work[BEFORE] = lambda _: self.inner.embed(batch.ids, batch.positions)
             for index in layers:
-                work[index] = partial(self.inner.layers, batch=batch, kv=kv, first=index, last=index + 1)
+                layer = partial(self.inner.layers, first=index, last=index + 1)
+                work[index] = partial(layer, batch=batch, kv=kv, activations=activations)
         if wants_logits or rows is not None:
             work[AFTER] = self.inner.logits
-        forward, logits = any_rank([BEFORE in work, AFTER in work], self.device, self.process_group)
-        if not forward and not logits:
+        flags = [BEFORE in work, AFTER in work, interrupt is not None, stays]
+        forward, logits, interrupted, stay = any_rank(flags, self.device, self.process_group)
+        if not (forward or logits or stay):
             return DONE
+        if interrupted:
+            stop_others(interrupt, self.process_group)
+            return None
+        if not forward and not logits:
+            return IDLE
         segments: list[Segment] = [BEFORE, *layers] * forward + [AFTER] * logits
         return self.run(segments, work, rows)
 

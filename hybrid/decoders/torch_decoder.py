@@ -2,21 +2,33 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from weakref import WeakValueDictionary
 
 import torch
 from torch.nn import functional as F
 
-from hybrid.decoders.batch import BLOCK_SIZE, Draws, KVWeights, PackedBatch, PagedKV
-from hybrid.decoders.drafts import Drafting, VerifiedTokens, verify_steps
-from hybrid.decoders.vocabulary import VocabularySlice
+from hybrid.decoders.batch import BLOCK_SIZE, KVWeights, LayerActivations, PackedBatch, PagedKV
 from hybrid.kernels import torch_ops
-from hybrid.models.spec import JOINED, OUTER_ROLES, DecoderLayout, ParamRef
-from hybrid.parallel import InferenceGroup
+from hybrid.kernels.recurrent import StateRows, state_rows
+from hybrid.kernels.router import routed
+from hybrid.models.spec import (
+    ATTENTION,
+    HYBRID,
+    JOINED,
+    LATENT_ATTENTION,
+    LAYER_ROLES,
+    NO_MIXER,
+    OUTER_ROLES,
+    DecoderLayout,
+    DecoderSpec,
+    ParamRef,
+)
+from hybrid.runtime.parallel import InferenceGroup
+from hybrid.sampling.vocabulary import VocabularySlice
 from hybrid.weights.joined import joined_view
-from hybrid.weights.lora import LowRank
+from hybrid.weights.lora import LowRank, merge_low_rank
 
 # Copies of weights, by their sources. A model's decoders, with and without adapters, share the copies that both read; a
 # copy that neither reads is freed.
@@ -25,18 +37,26 @@ Copies = MutableMapping[tuple, torch.Tensor]
 
 @dataclass(frozen=True)
 class Step:
-    """What the layers of one forward share.
+    """Values that the layers of one forward share.
 
     slot_mapping: int64 [tokens]: the cache position of each new token's key and value.
     groups: the sequences, as `torch_ops.paged_attention` takes them.
     rope: cos and sin for each key of `DecoderLayout.rotary`, [tokens, rotary_dim / 2].
     bias: ALiBi's, [heads, positions]; None without ALiBi.
+    query_scale: factor of each token's queries, [tokens, 1, 1]; None: 1.
+    activations: where the layers' inputs are kept; None: nowhere.
+    states: the sequences, as the recurrent layers take them.
+    per_layer_inputs: [tokens, layers, per_layer_input_size]; None without any.
     """
 
     slot_mapping: torch.Tensor
     groups: tuple[torch_ops.Group, ...]
     rope: dict[str, tuple[torch.Tensor, torch.Tensor]]
     bias: torch.Tensor | None
+    query_scale: torch.Tensor | None = None
+    activations: LayerActivations | None = None
+    states: tuple[StateRows, ...] = ()
+    per_layer_inputs: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -59,8 +79,24 @@ class Tensors(dict[str, torch.Tensor]):
         self.lora_deltas = lora_deltas or {}
 
 
+def merged(weight: torch.Tensor, deltas: list[LowRank]) -> torch.Tensor:
+    """Return a weight [out, in] with its unmerged LoRA deltas, as a new tensor; `weight` if there are none."""
+    if not deltas:
+        return weight
+    into = torch.empty_like(weight)
+    merge_low_rank(weight, deltas, into)
+    return into
+
+
+def slot_mapping(batch: PackedBatch) -> torch.Tensor:
+    """Return the cache position of each token of a batch, int64 [tokens]."""
+    positions, counts = batch.positions.long(), batch.cu_seqlens.diff().long()
+    owner = torch.arange(len(counts), device=positions.device).repeat_interleave(counts)
+    return batch.block_tables[owner, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
+
+
 def no_lora_deltas(ref: ParamRef) -> list[LowRank]:
-    """The `lora_deltas` of weights without unmerged adapters."""
+    """Return the `lora_deltas` of weights without unmerged adapters."""
     return []
 
 
@@ -82,6 +118,7 @@ class WholeDecoder(ABC):
     continues_past_ends = False  # whether `decode_steps` goes on after a sequence has ended, and leaves it as it is
     records_experts = False  # whether forwards write `PagedKV.router_indices`
     keeps_hidden_states = False  # whether forwards write `PagedKV.hidden_states`
+    state_lanes = 1  # `RecurrentMixer.state_shapes` are padded to a multiple of it
 
     def __init__(
         self,
@@ -92,6 +129,7 @@ class WholeDecoder(ABC):
         copies: Copies | None = None,
     ):
         self.layout, self.spec, self.weights, self.dtype = layout, layout.spec, weights, dtype
+        self.layer_specs = [layout.spec.of_layer(index) for index in range(len(layout.spec.layers))]
         self.lora_deltas = lora_deltas
         self.copies: Copies = WeakValueDictionary() if copies is None else copies
         self.most_tokens = self.most_logits = 0  # the most of any forward so far
@@ -112,59 +150,99 @@ class WholeDecoder(ABC):
         """Allocate blocks."""
 
     @abstractmethod
+    def write_kv(self, batch: PackedBatch, kv: PagedKV, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write the keys and values of a batch's tokens to a layer's blocks, as another forward has computed them.
+
+        keys, values: [tokens, kv_heads, head_dim], keys after rope.
+        """
+
+    @abstractmethod
     def reserve(self, tokens: int) -> None:
         """Prepare for sequences of up to `tokens` tokens."""
 
     @abstractmethod
-    def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """The last layer's output for every token, [tokens, hidden]. Writes the new tokens' keys and values to `kv`."""
+    def forward(self, batch: PackedBatch, kv: PagedKV, activations: LayerActivations | None = None) -> torch.Tensor:
+        """Return the last layer's output for every token, [tokens, hidden]. Writes the new tokens' keys and values to
+        `kv`, and the layers' inputs to `activations`."""
 
     @abstractmethod
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The first layer's input, [tokens, hidden].  ids: int64 [tokens].  positions: integers [tokens]."""
+        """Return the first layer's input, [tokens, hidden].  ids: int64 [tokens].  positions: integers [tokens]."""
 
     @abstractmethod
-    def layers(self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int, last: int) -> torch.Tensor:
-        """Run layers `first` to `last` (exclusive) over hidden [tokens, hidden]. Writes keys and values to `kv`."""
+    def layers(
+        self,
+        hidden: torch.Tensor,
+        batch: PackedBatch,
+        kv: PagedKV,
+        first: int,
+        last: int,
+        activations: LayerActivations | None = None,
+    ) -> torch.Tensor:
+        """Run layers `first` to `last` (exclusive) over hidden [tokens, hidden]. Writes keys and values to `kv`, and
+        these layers' inputs to `activations`."""
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of the last layer's output [n, hidden].  float32 [n, vocabulary]"""
+        """Return the logits of the last layer's output [n, hidden].  float32 [n, vocabulary]"""
 
     @abstractmethod
     def activation_bytes(self, tokens: int) -> int:
-        """Bytes that a forward over `tokens` tokens takes, estimated."""
+        """Return the bytes that a forward over `tokens` tokens takes, estimated."""
 
     def bind(self) -> None:
         """Read all weights, on first use or again. Copies are refreshed in place and keep their addresses."""
         self.bind_part(OUTER_ROLES, range(len(self.spec.layers)))
 
     def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """Logits after one new token for each sequence.  float32 [sequences, vocab]"""
+        """Return the logits after one new token for each sequence.  float32 [sequences, vocab]"""
         return self.logits(self.forward(batch, kv))
 
     def verify(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """Logits after every token of a batch, as `decode` gives them.  float32 [tokens, vocab]"""
+        """Return the logits after every token of a batch, as `decode` gives them.  float32 [tokens, vocab]"""
         return self.logits(self.forward(batch, kv))
 
-    def verify_steps(
-        self, batch: PackedBatch, kv: PagedKV, draws: Draws, drafting: Drafting, steps: int
-    ) -> VerifiedTokens:
-        """As `hybrid.decoders.drafts.verify_steps`."""
-        return verify_steps(self, batch, kv, draws, drafting, steps)
+    def norm_size(self, role: str, spec: DecoderSpec) -> int:
+        """Return the number of elements that a norm without parameters is over.  spec: of its layer."""
+        return spec.head_dim if role in ("q_norm", "k_norm", "v_norm") else spec.hidden_size
+
+    def _dtype_of(self, role: str) -> torch.dtype:
+        """Return the dtype that a role's tensor is read in."""
+        in_float32 = role == "correction.weight" or (role == "router.weight" and self.spec.router.float32)
+        return torch.float32 if in_float32 else self.dtype
 
     def router_indices(self, num_blocks: int) -> torch.Tensor | None:
-        """Memory for `PagedKV.router_indices`, its content undefined; None if experts are not recorded."""
+        """Return the memory for `PagedKV.router_indices`, its content undefined; None if experts are not recorded."""
         if not self.records_experts:
             return None
         shape = num_blocks, BLOCK_SIZE, len(self.moe_layer), self.spec.experts_per_token
         return torch.empty(shape, dtype=torch.int16, device=self.device)
 
     def hidden_states(self, num_blocks: int) -> torch.Tensor | None:
-        """Memory for `PagedKV.hidden_states`, its content undefined; None if they are not kept."""
+        """Return the memory for `PagedKV.hidden_states`, its content undefined; None if they are not kept."""
         if not self.keeps_hidden_states:
             return None
         return torch.empty(num_blocks, BLOCK_SIZE, self.spec.hidden_size, dtype=self.dtype, device=self.device)
+
+    def states(self, num_slots: int) -> dict[int, tuple[torch.Tensor, ...]]:
+        """Allocate `PagedKV.states`, their content undefined."""
+        mixer = self.spec.recurrent
+        shapes = [(num_slots, *shape) for shape in mixer.state_shapes(self.state_lanes)]
+        return {
+            index: tuple(torch.empty(shape, dtype=torch.float32, device=self.device) for shape in shapes)
+            for index, layer in enumerate(self.spec.layers)
+            if layer.mixer in (mixer.kind, HYBRID)
+        }
+
+    def _kv_tensors(self, num_blocks: int, shape: Callable[[DecoderSpec], tuple[int, ...]]) -> list[torch.Tensor]:
+        """Return a tensor [num_blocks, *shape] for each layer that caches tokens, of its spec; an empty one for every
+        other layer."""
+        cached = ATTENTION, LATENT_ATTENTION, HYBRID
+        shapes = [
+            shape(spec) if layer.mixer in cached and layer.kv_layer is None else (0,)
+            for layer, spec in zip(self.spec.layers, self.layer_specs, strict=True)
+        ]
+        return [torch.empty((num_blocks, *of_layer), dtype=self.dtype, device=self.device) for of_layer in shapes]
 
     def decode_layers(
         self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int, last: int
@@ -173,18 +251,20 @@ class WholeDecoder(ABC):
         return self.layers(hidden, batch, kv, first, last)
 
     def loop_bytes(self, sequences: int, tokens: int) -> int:
-        """Bytes that the decode loop of so many sequences of up to `tokens` tokens needs in addition to activations and
+        """Return the bytes that the decode loop of so many sequences of up to `tokens` tokens needs in addition to
+        activations and
         logits: none here."""
         return 0
 
     def nbytes(self) -> int:
-        """Bytes of weight copies, those shared with other decoders included."""
+        """Return the bytes of weight copies, those shared with other decoders included."""
         return sum(copy.nbytes for copy in self.copies.values())
 
     def peak_activation_bytes(self) -> int:
-        """Bytes of activations in the largest forward so far, plus those of the most logits."""
+        """Return the bytes of activations in the largest forward so far, plus those of the most logits."""
         activations = self.activation_bytes(self.most_tokens) if self.most_tokens else 0
-        return activations + self.most_logits * self.spec.vocab_size * 4
+        width = self.spec.vocab_size if self.vocabulary is None else self.vocabulary.width
+        return activations + self.most_logits * width * 4
 
 
 class TorchDecoder(WholeDecoder):
@@ -197,7 +277,7 @@ class TorchDecoder(WholeDecoder):
 
     @property
     def activation(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The MLP's activation."""
+        """The MLP's activation, of one argument."""
         return torch_ops.gelu_new if self.spec.activation_stepwise else torch_ops.ACTIVATIONS[self.spec.activation]
 
     @torch.no_grad()
@@ -205,24 +285,44 @@ class TorchDecoder(WholeDecoder):
         """Read the outer weights of the roles `outer`, and those of the layers with indices `layers`."""
         refs = {name: ref for name, ref in self.layout.outer.items() if name.partition(".")[0] in outer}
         bound = self._bound(refs)
+        bound |= self._ones(outer, self.spec)
         kept = {role: deltas for role, deltas in self.outer.lora_deltas.items() if role not in outer}
         self.outer = Tensors(kept | bound.lora_deltas, {**self.outer, **bound})
         for index in layers:
             self.blocks[index] = self._bound(self.layout.layers[index])
+            missing = () if self.spec.layers[index].qk_norm else ("q_norm", "k_norm")
+            self.blocks[index] |= self._ones(
+                [role for role in LAYER_ROLES if role not in missing], self.layer_specs[index]
+            )
             self.widest = max(self.widest, self._width(self.blocks[index]))
+
+    def _ones(self, roles: Collection[str], spec: DecoderSpec) -> dict[str, torch.Tensor]:
+        """Return the weights, of ones, of those of `roles` that are norms without parameters.  spec: of their layer."""
+        weights = {}
+        for role in spec.unweighted_norms:
+            if role in roles:
+                size = self.norm_size(role, spec)
+                key = (self.dtype, "ones", size)
+                ones = self.copies.get(key)
+                if ones is None:
+                    ones = torch.ones(size, dtype=self.dtype, device=self.device)
+                    self.copies[key] = ones
+                weights[f"{role}.weight"] = ones
+        return weights
 
     def unbind(self) -> None:
         """Release the weights; bind again before anything runs."""
         self.outer, self.blocks = Tensors(), [Tensors() for _ in self.spec.layers]
 
     def _bound(self, refs: Mapping[str, ParamRef]) -> Tensors:
-        """The tensors of these ParamRefs by role; joined ones replace their parts."""
+        """Return the tensors of these ParamRefs by role; joined ones replace their parts."""
         tensors = {role: self._read(ref) for role, ref in refs.items()}
         tensors = {role: tensor for role, tensor in tensors.items() if tensor is not None}
         bound = Tensors(self._lora_deltas(refs, {role: len(tensor) for role, tensor in tensors.items()}))
         for name, roles in JOINED.items():
             if f"{roles[0]}.weight" not in tensors:
                 continue
+            roles = tuple(role for role in roles if f"{role}.weight" in tensors)  # a layer may have queries alone
             weights = [tensors.pop(f"{role}.weight") for role in roles]
             biases = [tensors.pop(f"{role}.bias", None) for role in roles]
             bound[f"{name}.weight"] = self._joined([refs[f"{role}.weight"] for role in roles], weights)
@@ -231,11 +331,11 @@ class TorchDecoder(WholeDecoder):
                 biases = [weight.new_zeros(len(weight)) if bias is None else bias for bias, weight in pairs]
                 bound[f"{name}.bias"] = self._joined([refs.get(f"{role}.bias") for role in roles], biases)
         for role, tensor in tensors.items():
-            bound[role] = self._joined([refs[role]], [tensor])
+            bound[role] = self._joined([refs[role]], [tensor], self._dtype_of(role))
         return bound
 
     def _lora_deltas(self, refs: Mapping[str, ParamRef], rows: Mapping[str, int]) -> dict[str, list[LoraDelta]]:
-        """The unmerged LoRA deltas of these ParamRefs' products.  rows: of each role's tensor."""
+        """Return the unmerged LoRA deltas of these ParamRefs' products.  rows: of each role's tensor."""
         deltas: dict[str, list[LoraDelta]] = {}
         joined = {role: name for name, roles in JOINED.items() for role in roles if f"{roles[0]}.weight" in rows}
         for key, ref in refs.items():
@@ -244,14 +344,15 @@ class TorchDecoder(WholeDecoder):
                 continue
             name = joined.get(role, role)
             before = JOINED[name][: JOINED[name].index(role)] if name != role else ()
-            first = sum(rows[f"{part}.weight"] for part in before)
+            first = sum(rows.get(f"{part}.weight", 0) for part in before)
             for index, (a, b, scale) in enumerate(self.lora_deltas(ref)):
                 a, b = self._factor((ref, index, "a"), a), self._factor((ref, index, "b"), b)
                 deltas.setdefault(name, []).append(LoraDelta(a, b, scale, first))
         return deltas
 
     def _factor(self, key: tuple, factor: torch.Tensor) -> torch.Tensor:
-        """A LoRA factor in the decoder's dtype: in place, or a copy, which is refreshed and keeps its address."""
+        """Return a LoRA factor in the decoder's dtype: in place, or a copy, which is refreshed and keeps its
+        address."""
         if factor.dtype == self.dtype:
             return factor
         key = (self.dtype, *key)
@@ -261,33 +362,50 @@ class TorchDecoder(WholeDecoder):
         return copy.copy_(factor)
 
     def _read(self, ref: ParamRef) -> torch.Tensor | None:
-        """The role's tensor, [out, in]."""
+        """Return the role's tensor, [out, in]."""
         whole = self.weights(ref)
         return whole if whole is None or ref.select is None else ref.select(whole)
 
-    def _joined(self, refs: Sequence[ParamRef | None], pieces: list[torch.Tensor]) -> torch.Tensor:
-        """These ParamRefs' tensors stacked by rows: in place if adjacent in memory, else a copy, which is refreshed."""
-        if pieces[0].dtype == self.dtype and (in_place := joined_view(pieces)) is not None:
+    def _joined(
+        self, refs: Sequence[ParamRef | None], pieces: list[torch.Tensor], dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Return these ParamRefs' tensors stacked by rows, in `dtype`, by default the decoder's: in place if they lie
+        adjacent in their sources' memory, else a copy, which is refreshed."""
+        dtype = dtype or self.dtype
+        in_place = joined_view(pieces) if pieces[0].dtype == dtype else None
+        if in_place is not None and self._selects_a_view(refs[0]):
             return in_place
         sources = (None if ref is None else self.weights(ref) for ref in refs)
         addresses = (0 if source is None else source.data_ptr() for source in sources)
-        key = (self.dtype, *zip(refs, addresses, strict=True))
+        key = (dtype, *zip(refs, addresses, strict=True))
         sizes = [len(piece) for piece in pieces]
         buffer = self.copies.get(key)
         if buffer is None:
             shape = (sum(sizes), *pieces[0].shape[1:])
-            buffer = self.copies[key] = torch.empty(shape, dtype=self.dtype, device=pieces[0].device)
+            buffer = self.copies[key] = torch.empty(shape, dtype=dtype, device=pieces[0].device)
         for part, piece in zip(buffer.split(sizes), pieces, strict=True):
             part.copy_(piece)
         return buffer
 
+    def _selects_a_view(self, ref: ParamRef | None) -> bool:
+        """Whether a ParamRef's part of its whole tensor lies in that tensor's memory."""
+        if ref is None or ref.select is None or (whole := self.weights(ref)) is None:
+            return True
+        whole = torch.empty_like(whole, device="meta")
+        return ref.select(whole).untyped_storage()._cdata == whole.untyped_storage()._cdata
+
     def kv(self, num_blocks: int) -> PagedKV:
-        """Allocate blocks: keys and values [blocks, BLOCK_SIZE, kv_heads, head_dim] for each layer."""
-        shape = (num_blocks, BLOCK_SIZE, self.spec.num_kv_heads, self.spec.head_dim)
-        keys, values = (
-            [torch.empty(shape, dtype=self.dtype, device=self.device) for _ in self.blocks] for _ in range(2)
-        )
+        """Allocate blocks: keys and values [blocks, BLOCK_SIZE, kv_heads, head_dim] for each layer. In latent attention
+        a key begins with the value, so that there are no values."""
+        keys = self._kv_tensors(num_blocks, lambda spec: (BLOCK_SIZE, spec.num_kv_heads, spec.cached_dims[0]))
+        positions = 0 if self.spec.latent_dim else BLOCK_SIZE
+        values = self._kv_tensors(num_blocks, lambda spec: (positions, spec.num_kv_heads, spec.cached_dims[1]))
         return PagedKV(keys, values, self.router_indices(num_blocks), self.hidden_states(num_blocks))
+
+    def write_kv(self, batch: PackedBatch, kv: PagedKV, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        slots = slot_mapping(batch)
+        for cache, new in ((kv.keys[layer], keys), (kv.values[layer], values)):
+            cache.view(-1, *new.shape[1:])[slots] = new.to(cache.dtype)
 
     @property
     def device(self) -> torch.device:
@@ -295,7 +413,7 @@ class TorchDecoder(WholeDecoder):
         return self.weights(self.layout.outer["embedding.weight"]).device
 
     def _width(self, block: Tensors) -> int:
-        """The most elements per token that a layer holds at once.
+        """Return the most elements per token that a layer holds at once.
 
         These are the residual stream, before and after its norm and in float32, with either the MLP's products, or the
         queries, keys and values before and after rope.
@@ -305,22 +423,29 @@ class TorchDecoder(WholeDecoder):
             next((block[f"{role}.weight"].shape[dim] for role in roles if f"{role}.weight" in block), 0)
             for roles, dim in ((("gate_up", "up", "experts_gate_up"), -2), (("down", "experts_down"), -1))
         )
+        shared = block["shared_down.weight"].shape[-1] if "shared_down.weight" in block else 0
         heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-        return 4 * spec.hidden_size + max(experts * (up + 2 * inner), 2 * heads)
+        if spec.latent_dim:  # queries before and after they are absorbed, and what they read of latents
+            heads = spec.num_heads * (2 * spec.head_dim + sum(spec.cached_dims) + spec.value_dim)
+        recurrent = 0 if spec.recurrent is None else spec.recurrent.width
+        heads += 2 * spec.per_layer_input_size * len(spec.layers)  # these inputs, before and after their norm
+        return 4 * spec.hidden_size + max(experts * (up + 2 * inner) + 4 * shared, 2 * heads, recurrent)
 
     def activation_bytes(self, tokens: int) -> int:
-        """Bytes that a forward over `tokens` tokens takes, estimated; attention in torch operations takes more."""
+        """Return the bytes that a forward over `tokens` tokens takes, estimated; attention in torch operations takes
+        more."""
         return tokens * self.widest * self.dtype.itemsize
 
     def reserve(self, tokens: int) -> None:
-        """Does nothing: rope tables are computed at every forward."""
+        """Do nothing: rope tables are computed at every forward."""
 
-    def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """The last layer's output for every token, [tokens, hidden]. Writes the new tokens' keys and values to `kv`."""
-        return self.layers(self.embed(batch.ids, batch.positions), batch, kv, 0, len(self.blocks))
+    def forward(self, batch: PackedBatch, kv: PagedKV, activations: LayerActivations | None = None) -> torch.Tensor:
+        """Return the last layer's output for every token, [tokens, hidden]. Writes the new tokens' keys and values to
+        `kv`, and the layers' inputs to `activations`."""
+        return self.layers(self.embed(batch.ids, batch.positions), batch, kv, 0, len(self.blocks), activations)
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The first layer's input, [tokens, hidden].  ids: int64 [tokens].  positions: integers [tokens]."""
+        """Return the first layer's input, [tokens, hidden].  ids: int64 [tokens].  positions: integers [tokens]."""
         self.most_tokens = max(self.most_tokens, len(ids))
         hidden = self._looked_up(ids)
         if self.spec.embedding_multiplier != 1.0:
@@ -333,20 +458,35 @@ class TorchDecoder(WholeDecoder):
         return hidden
 
     def _looked_up(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of the embedding, [tokens, embedding_size]."""
+        """Return the rows of the embedding, [tokens, embedding_size]."""
         return F.embedding(ids, self.outer["embedding.weight"])
 
-    def layers(self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int, last: int) -> torch.Tensor:
-        """Run layers `first` to `last` (exclusive) over hidden [tokens, hidden]. Writes keys and values to `kv`."""
-        step = self._step(batch, {layer.rotary for layer in self.spec.layers[first:last]} - {""})
+    def layers(
+        self,
+        hidden: torch.Tensor,
+        batch: PackedBatch,
+        kv: PagedKV,
+        first: int,
+        last: int,
+        activations: LayerActivations | None = None,
+    ) -> torch.Tensor:
+        """Run layers `first` to `last` (exclusive) over hidden [tokens, hidden]. Writes keys and values to `kv`, and
+        these layers' inputs to `activations`."""
+        step = self._step(batch, {layer.rotary for layer in self.spec.layers[first:last]} - {""}, activations)
+        if self.spec.per_layer_input_size:
+            step = replace(step, per_layer_inputs=self._per_layer_inputs(batch))
         for index in range(first, last):
+            if activations is not None:
+                activations.write_input(index, hidden)
             hidden = self._layer(index, hidden, step, kv)
+        if activations is not None and last == len(self.blocks):
+            activations.write_input(last, hidden)
         if kv.hidden_states is not None and last == len(self.blocks):
             kv.hidden_states.flatten(0, 1)[step.slot_mapping] = hidden
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of the last layer's output [n, hidden].  float32 [n, vocabulary]"""
+        """Return the logits of the last layer's output [n, hidden].  float32 [n, vocabulary]"""
         return self.model_logits(hidden).float()
 
     def model_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -363,19 +503,45 @@ class TorchDecoder(WholeDecoder):
         return logits
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The head's output.  [n, vocabulary]"""
+        """Return the head's output.  [n, vocabulary]"""
         return self._linear(self.outer, "head", hidden)
 
-    def _step(self, batch: PackedBatch, keys: set[str]) -> Step:
-        """What the layers of this forward share."""
+    def _step(self, batch: PackedBatch, keys: set[str], activations: LayerActivations | None = None) -> Step:
+        """Return the values that the layers of this forward share."""
         groups = torch_ops.sequence_groups(batch.cu_seqlens, batch.lengths, batch.block_tables, BLOCK_SIZE)
         positions = batch.positions.long()
-        counts = batch.cu_seqlens.diff().long()
-        owner = torch.arange(len(counts), device=positions.device).repeat_interleave(counts)
-        slot_mapping = batch.block_tables[owner, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
         rope = {key: self._rope(key, positions) for key in keys}
         longest = max(group.slot_mapping.shape[1] for group in groups)
-        return Step(slot_mapping, groups, rope, self._alibi_bias(longest))
+        states: tuple[StateRows, ...] = ()
+        if self.spec.is_recurrent:
+            assert batch.state_slots is not None, "sequences of a recurrent model have states"
+            states = state_rows(batch.cu_seqlens, batch.positions, batch.state_slots)
+        bias, query_scale = self._alibi_bias(longest), self._query_scale(positions)
+        return Step(slot_mapping(batch), groups, rope, bias, query_scale, activations, states)
+
+    def _per_layer_inputs(self, batch: PackedBatch) -> torch.Tensor:
+        """Return `Step.per_layer_inputs`, as Gemma 4's model computes them (transformers 5.23)."""
+        spec, size = self.spec, self.spec.per_layer_input_size
+        embedded = self.embed(batch.ids, batch.positions)
+        projected = self._linear(self.outer, "per_layer_model_projection", embedded) * spec.hidden_size**-0.5
+        projected = self._norm(self.outer, "per_layer_projection_norm", projected.unflatten(-1, (-1, size)))
+        of_tokens = F.embedding(batch.ids, self.outer["per_layer_embedding.weight"]).unflatten(-1, (-1, size))
+        return (projected + of_tokens * torch.tensor(size**0.5).to(self.dtype).item()) * 2**-0.5
+
+    def _query_scale(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """Return the factor of the queries at `positions` [tokens], [tokens, 1, 1]; None if all are 1."""
+        spec = self.spec
+        if not spec.query_scale_positions:
+            return None
+        steps = torch.floor((positions + spec.query_scale_unrotated) / spec.query_scale_positions)
+        scale = 1 + spec.query_scale_beta * torch.log(1 + steps)
+        return (scale if spec.query_scale_unrotated else scale.to(self.dtype))[:, None, None]
+
+    def _scaled(self, index: int, q: torch.Tensor, query_scale: torch.Tensor | None) -> torch.Tensor:
+        """Return a layer's queries [tokens, heads, head_dim], scaled by their positions if they are."""
+        if query_scale is None or (self.spec.query_scale_unrotated and self.spec.layers[index].rotary):
+            return q
+        return (q * query_scale).to(q.dtype)
 
     def _rope(self, key: str, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin, [tokens, rotary_dim / 2] each, in the dtype that rope computes in.  positions: int64 [tokens]"""
@@ -392,24 +558,116 @@ class TorchDecoder(WholeDecoder):
         return torch_ops.alibi_bias(slopes, positions, self.dtype, product_scale)
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step, kv: PagedKV) -> torch.Tensor:
-        block = self.blocks[index]
+        block, layer = self.blocks[index], self.spec.layers[index]
+        if layer.mixer == NO_MIXER:
+            return self._feed_forward(index, hidden, step, kv)
         x = self._norm(block, "attention_norm", hidden)
-        attended = self._norm(block, "attention_post_norm", self._attention(index, x, step, kv))
-        record = self._record(index, step, kv)
+        mixers = {ATTENTION: self._attention, LATENT_ATTENTION: self._latent_attention, HYBRID: self._hybrid}
+        mixer = mixers.get(layer.mixer, self._recurrent)
+        attended = self._norm(block, "attention_post_norm", mixer(index, x, step, kv))
         if self.spec.parallel:
             x = self._norm(block, "mlp_norm", hidden) if "mlp_norm.weight" in block else x
-            return self._norm(block, "mlp_post_norm", self._mlp(index, x, record)) + attended + hidden
+            output = self._norm(block, "mlp_post_norm", self._mlp(index, x, self._record(index, step, kv)))
+            return hidden + attended + output if self.spec.attention_first else output + attended + hidden
         hidden = self._added(hidden, attended)
-        output = self._mlp(index, self._norm(block, "mlp_norm", hidden), record)
+        hidden = self._feed_forward(index, hidden, step, kv) if layer.feed_forward else hidden
+        if step.per_layer_inputs is not None:
+            gate = self.activation(self._linear(block, "per_layer_input_gate", hidden))
+            output = self._linear(block, "per_layer_projection", gate * step.per_layer_inputs[:, index])
+            hidden = hidden + self._norm(block, "per_layer_post_norm", output)
+        return hidden * block["layer_scalar.weight"] if "layer_scalar.weight" in block else hidden
+
+    def _feed_forward(self, index: int, hidden: torch.Tensor, step: Step, kv: PagedKV) -> torch.Tensor:
+        """Return `hidden` with the output of its MLP or mixture added."""
+        block = self.blocks[index]
+        x, record = self._norm(block, "mlp_norm", hidden), self._record(index, step, kv)
+        if "experts_norm.weight" in block:  # the MLP and the experts are parallel
+            dense = self._norm(block, "shared_post_norm", self._shared_experts(block, x))
+            mixed = self._mixture(
+                block, self._norm(block, "experts_norm", hidden), record, self._router_input(block, hidden)
+            )
+            output = dense + self._norm(block, "experts_post_norm", mixed)
+        else:
+            output = self._mlp(index, x, record)
         return self._added(hidden, self._norm(block, "mlp_post_norm", output))
 
+    def _router_input(self, block: Tensors, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the router's input where it reads the residual stream."""
+        return self._norm(block, "router_norm", hidden) * block["router_scale.weight"] * self.spec.hidden_size**-0.5
+
     def _attention(self, index: int, x: torch.Tensor, step: Step, kv: PagedKV) -> torch.Tensor:
-        block, spec = self.blocks[index], self.spec
-        sizes = [heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
-        q, k, v = self._linear(block, "qkv", x).split(sizes, dim=-1)
+        block, spec = self.blocks[index], self.layer_specs[index]
+        if spec.layers[index].kv_layer is not None:
+            q = self._linear(block, "qkv", x).unflatten(-1, (-1, spec.head_dim))
+            return self._linear(block, "o", self._attended(index, q, None, None, step, kv).flatten(1))
+        queries, value_dim = spec.num_heads * (1 + spec.output_gate) * spec.head_dim, spec.cached_dims[1]
+        widths = queries, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * value_dim
+        qkv = self._linear(block, "qkv", x)
+        if spec.qkv_clip:
+            qkv = qkv.clamp(-spec.qkv_clip, spec.qkv_clip)
+        q, k, v = qkv.split(widths, dim=-1)
+        v = v if spec.value_multiplier == 1.0 else v * spec.value_multiplier
+        k = k if spec.key_multiplier == 1.0 else k * spec.key_multiplier
+        gate: torch.Tensor | None = None
+        if spec.output_gate:
+            q, gate = (part.flatten(1) for part in q.unflatten(-1, (-1, 2, spec.head_dim)).unbind(-2))
         q, k = self._rows_normed(block, q, k)
-        q, k, v = (rows.unflatten(-1, (-1, spec.head_dim)) for rows in (q, k, v))
-        return self._linear(block, "o", self._attended(index, q, k, v, step, kv).flatten(1))
+        q, k = (rows.unflatten(-1, (-1, spec.head_dim)) for rows in (q, k))
+        v = v.unflatten(-1, (-1, value_dim))
+        attended = self._attended(index, q, k, v, step, kv)
+        if spec.gate_dim:
+            gate = self._linear(block, "attention_gate", x).unflatten(-1, (-1, spec.gate_dim))
+        elif gate is not None:
+            gate = gate.view_as(attended)
+        return self._linear(block, "o", (attended if gate is None else attended * gate.sigmoid()).flatten(1))
+
+    def _latent_attention(self, index: int, x: torch.Tensor, step: Step, kv: PagedKV) -> torch.Tensor:
+        """Return the output of latent attention, [tokens, hidden]. Writes latents to `kv`.
+
+        Prefill and decode have one formula: key and value matrices are absorbed into queries and outputs, so that
+        attention is over the latents themselves, as over one head's keys and values.
+        """
+        block, spec = self.blocks[index], self.spec
+        latent_dim, rope_dim, keys = spec.latent_dim, spec.rotary_dim, kv.keys[index]
+        queries = self._latent_normed(block, "q_a_norm", self._linear(block, "q_a", x)) if spec.query_rank else x
+        q = self._linear(block, "q_b", queries).unflatten(-1, (spec.num_heads, -1))
+        latent, shared_key = self._linear(block, "kv_a", x).split([latent_dim, rope_dim], dim=-1)
+        latent = self._latent_normed(block, "kv_a_norm", latent)
+        q, q_rope = q.split([spec.head_dim - rope_dim, rope_dim], dim=-1)
+        shared_key = shared_key.unsqueeze(1)
+        if rotary := spec.layers[index].rotary:
+            rope = *step.rope[rotary], spec.rotary_interleaved
+            q_rope, shared_key = (torch_ops.rotated(part, *rope) for part in (q_rope, shared_key))
+        if step.query_scale is not None:
+            q, q_rope = q * step.query_scale, q_rope * step.query_scale
+        keys.view(-1, 1, keys.shape[-1])[step.slot_mapping] = torch.cat((latent.unsqueeze(1), shared_key), dim=-1)
+        key_up, value_up = self._latent_up(block).split([spec.head_dim - rope_dim, spec.value_dim], dim=1)
+        q = torch.cat((torch.einsum("thk,hkl->thl", q, key_up), q_rope), dim=-1)
+        scale = spec.attention_scale
+        read = torch_ops.paged_attention(q, keys, keys[..., :latent_dim], step.groups, scale)
+        return self._linear(block, "o", torch.einsum("thl,hvl->thv", read, value_up).flatten(1))
+
+    def _latent_normed(self, block: Tensors, role: str, x: torch.Tensor) -> torch.Tensor:
+        spec = self.spec
+        return torch_ops.rms_norm(x, block[f"{role}.weight"], spec.latent_norm_eps, spec.norm_offset, spec.norm_float32)
+
+    def _latent_up(self, block: Tensors) -> torch.Tensor:
+        """Return each head's key and value matrix with its unmerged adapters, [heads, key + value, latent_dim]."""
+        deltas = [LowRank(delta.a, delta.b, delta.scale) for delta in block.lora_deltas.get("kv_b", ())]
+        return merged(self._kv_b(block), deltas).unflatten(0, (self.spec.num_heads, -1))
+
+    def _kv_b(self, block: Tensors) -> torch.Tensor:
+        return block["kv_b.weight"]
+
+    def _recurrent(self, index: int, x: torch.Tensor, step: Step, kv: PagedKV) -> torch.Tensor:
+        block, linear = self.blocks[index], partial(self._linear, self.blocks[index])
+        return self.spec.recurrent.mixed(x, linear, block, kv.states[index], step.states, self.spec.norm_eps)
+
+    def _hybrid(self, index: int, x: torch.Tensor, step: Step, kv: PagedKV) -> torch.Tensor:
+        """Return the sum of a recurrent mixer's output and an attention's."""
+        spec, mixed = self.spec, self._recurrent(index, x, step, kv)
+        attended = self._attention(index, x * spec.attention_in_multiplier, step, kv)
+        return mixed + attended * spec.attention_out_multiplier
 
     def _rows_normed(self, block: Tensors, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """q and k [tokens, size] after the norms over all heads of a token, if the model has these."""
@@ -418,28 +676,50 @@ class TorchDecoder(WholeDecoder):
         return self._norm(block, "q_norm", q), self._norm(block, "k_norm", k)
 
     def _attended(
-        self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step, kv: PagedKV
+        self,
+        index: int,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        step: Step,
+        kv: PagedKV,
     ) -> torch.Tensor:
-        """The attention's output before its projection, after the norm of each head and rope. Writes keys and values
-        to `kv`.  q, k, v, output: [tokens, heads, head_dim]
+        """Return the attention's output before its projection, after the norm of each head and rope. Writes keys and
+        values to `kv`.  q, k, v, output: [tokens, heads, head_dim]; k and v None: those of another layer are read.
         """
         block, spec, layer = self.blocks[index], self.spec, self.spec.layers[index]
-        if spec.qk_norm == "head":
-            q, k = self._norm(block, "q_norm", q), self._norm(block, "k_norm", k)
-        if layer.rotary:
-            q, k = (torch_ops.rotated(x, *step.rope[layer.rotary], spec.rotary_interleaved) for x in (q, k))
-        keys, values = kv.keys[index], kv.values[index]
-        keys.view(-1, *k.shape[1:])[step.slot_mapping] = k
-        values.view(-1, *v.shape[1:])[step.slot_mapping] = v
+        q = self._scaled(index, self._normed_and_rotated(index, "q_norm", q, step), step.query_scale)
+        source = index if layer.kv_layer is None else layer.kv_layer
+        keys, values = kv.keys[source], kv.values[source]
+        if k is not None and v is not None:
+            k = self._normed_and_rotated(index, "k_norm", k, step)
+            keys.view(-1, *k.shape[1:])[step.slot_mapping] = k
+            values.view(-1, *v.shape[1:])[step.slot_mapping] = self._norm(block, "v_norm", v)
         eager = spec.alibi is not None and not spec.alibi_bfloat16  # BLOOM rounds attention scores
         features = spec.attention_scale, spec.attention_softcap, layer.window, step.bias, eager
-        return torch_ops.paged_attention(q, keys, values, step.groups, *features)
+        return torch_ops.paged_attention(q, keys, values, step.groups, *features, block.get("sinks.weight"))
+
+    def _normed_and_rotated(self, index: int, norm: str, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """Return queries or keys after the norm of each head, and after rope, in the model's order."""
+        block, spec, layer = self.blocks[index], self.spec, self.spec.layers[index]
+        if spec.qk_norm == "head" and not spec.qk_norm_last:
+            x = self._norm(block, norm, x)
+        if layer.rotary:
+            x = torch_ops.rotated(x, *step.rope[layer.rotary], spec.rotary_interleaved)
+        return self._norm(block, norm, x) if spec.qk_norm_last else x
 
     def _record(self, index: int, step: Step, kv: PagedKV) -> torch_ops.Record | None:
-        """Writes the experts that a layer's router chooses to `kv`; None if they are not recorded."""
-        if kv.router_indices is None or index not in self.moe_layer:
+        """Return a function that records the experts that a layer's router chooses; None if they are not recorded."""
+        in_activations = step.activations is not None and step.activations.router_indices is not None
+        if index not in self.moe_layer or not (in_activations or kv.router_indices is not None):
             return None
-        return partial(self._write_experts, kv.router_indices, step.slot_mapping, self.moe_layer[index])
+        return partial(self._record_experts, self.moe_layer[index], step, kv)
+
+    def _record_experts(self, layer: int, step: Step, kv: PagedKV, chosen: torch.Tensor) -> None:
+        if kv.router_indices is not None:
+            self._write_experts(kv.router_indices, step.slot_mapping, layer, chosen)
+        if step.activations is not None:
+            step.activations.write_experts(layer, chosen)
 
     def _write_experts(
         self, router_indices: torch.Tensor, slot_mapping: torch.Tensor, layer: int, chosen: torch.Tensor
@@ -449,25 +729,93 @@ class TorchDecoder(WholeDecoder):
     def _mlp(self, index: int, x: torch.Tensor, record: torch_ops.Record | None) -> torch.Tensor:
         block, spec = self.blocks[index], self.spec
         if spec.layers[index].experts:
-            local_experts = range(self.first_expert, self.first_expert + len(block["experts_down.weight"]))
-            settings = spec.experts_per_token, spec.normalize_experts, spec.experts_float32, self.activation
+            output = self._mixture(block, x, record)
+            return output + self._shared_experts(block, x) if "shared_down.weight" in block else output
+        return self._dense(block, x)
 
-            def matrix(role: str, expert: int) -> torch.Tensor:
-                return self._expert(block, role, expert - self.first_expert)
+    def _dense(self, block: Tensors, x: torch.Tensor, prefix: str = "") -> torch.Tensor:
+        """Return the output of an MLP with or without a gate.  prefix: of its roles."""
+        if self.spec.gated:
+            activated = self._gated(self._linear(block, f"{prefix}gate_up", x))
+        else:
+            activated = self._activated(block, self._linear(block, f"{prefix}up", x))
+        output = self._linear(block, f"{prefix}down", activated)
+        return output if self.spec.mlp_multiplier == 1.0 else output * self.spec.mlp_multiplier
 
-            return torch_ops.mixture(x, block["router.weight"], local_experts, matrix, *settings, record)
-        if spec.gated:
-            gate, up = self._linear(block, "gate_up", x).chunk(2, dim=-1)
-            return self._linear(block, "down", self.activation(gate) * up)
-        return self._linear(block, "down", self.activation(self._linear(block, "up", x)))
+    def _activated(self, block: Tensors, x: torch.Tensor) -> torch.Tensor:
+        """Return the activation of an MLP without a gate."""
+        if self.spec.activation == "xielu":
+            return torch_ops.xielu(x, block["xielu_positive.weight"], block["xielu_negative.weight"])
+        return self.activation(x)
+
+    def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """Return the gated activation of gate and up side by side: [tokens, 2 · inner] to [tokens, inner]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        if self.spec.activation == "swiglu_clamped":
+            return torch_ops.swiglu_clamped(gate, up, self.spec.swiglu_alpha, self.spec.swiglu_limit)
+        gate = gate if self.spec.gate_multiplier == 1.0 else gate * self.spec.gate_multiplier
+        return self.activation(gate) * up
+
+    def _routed(
+        self, block: Tensors, x: torch.Tensor, record: torch_ops.Record | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weights and indices of each token's experts, [tokens, experts_per_token]."""
+        spec = self.spec
+        logits = self._linear(block, "router", x.float() if spec.router.float32 else x)
+        biases = block.get("correction.weight"), block.get("expert_scale.weight")
+        weights, chosen = routed(logits, spec.router, spec.experts_per_token, x.dtype, *biases)
+        if record is not None:
+            record(chosen)
+        return weights, chosen
+
+    def _weighted(self, x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the inputs of experts, and the factors of their outputs.  weights: of each token's experts."""
+        return (x * weights, torch.ones_like(weights)) if self.spec.router.scales_inputs else (x, weights)
+
+    def _mixture(
+        self,
+        block: Tensors,
+        x: torch.Tensor,
+        record: torch_ops.Record | None,
+        router_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the output of a mixture of experts, [tokens, hidden].  router_input: None: x."""
+        local_experts = range(self.first_expert, self.first_expert + len(block["experts_down.weight"]))
+
+        def matrix(role: str, expert: int) -> torch.Tensor:
+            return self._expert(block, role, expert - self.first_expert)
+
+        def bias(role: str, expert: int) -> torch.Tensor:
+            biases = block.get(f"{role}.bias")  # with slices, only one rank has those of `experts_down`
+            return x.new_zeros(1) if biases is None else biases[expert - self.first_expert, :, 0]
+
+        has_bias, activated = "experts_gate_up.bias" in block, self._gated if self.spec.gated else self.activation
+        weights, chosen = self._routed(block, x if router_input is None else router_input, record)
+        is_latent = bool(self.spec.latent_size)
+        x = self._linear(block, "latent_in", x) if is_latent else x
+        x, weights = self._weighted(x, weights)
+        output = torch_ops.mixture(x, weights, chosen, local_experts, matrix, bias if has_bias else None, activated)
+        return self._linear(block, "latent_out", output) if is_latent else output
+
+    def _shared_experts(self, block: Tensors, x: torch.Tensor) -> torch.Tensor:
+        """Return the output of the experts that all tokens share, [tokens, hidden]."""
+        output = self._shared_mlp(block, x)
+        if "shared_router.weight" in block:
+            output = torch.sigmoid(self._linear(block, "shared_router", x)) * output
+        return output
+
+    def _shared_mlp(self, block: Tensors, x: torch.Tensor) -> torch.Tensor:
+        """`_shared_experts` before the sigmoid gate."""
+        return self._dense(block, x, "shared_")
 
     def _expert(self, block: Tensors, role: str, expert: int) -> torch.Tensor:
-        """The matrix of an expert, by its index among this rank's.  [out, in]"""
+        """Return the matrix of an expert, by its index among this rank's.  [out, in]"""
         return block[f"{role}.weight"][expert]
 
     def _added(self, hidden: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """The residual stream with `output` added, scaled by the model's residual multiplier."""
+        """Return the residual stream with `output` added, scaled by the model's residual multiplier."""
         multiplier = self.spec.residual_multiplier
+        hidden = hidden.float() if self.spec.residual_float32 else hidden
         return hidden + (output if multiplier == 1.0 else output * multiplier)
 
     def _norm(self, tensors: dict[str, torch.Tensor], role: str, x: torch.Tensor) -> torch.Tensor:
@@ -475,13 +823,16 @@ class TorchDecoder(WholeDecoder):
         weight, spec = tensors.get(f"{role}.weight"), self.spec
         if weight is None:
             return x
+        if spec.residual_float32 and role != "final_norm":
+            x = x.to(self.dtype)
         if spec.norm == "layer":
+            weight = weight + spec.norm_offset if spec.norm_offset else weight
             return F.layer_norm(x, weight.shape, weight, tensors.get(f"{role}.bias"), spec.norm_eps)
-        return torch_ops.rms_norm(x, weight, spec.norm_eps, spec.norm_offset, spec.norm_float32)
+        return torch_ops.rms_norm(x, weight, spec.norm_eps, spec.norm_offset, spec.norm_float32).to(self.dtype)
 
     def _linear(self, tensors: Tensors, role: str, x: torch.Tensor) -> torch.Tensor:
         out = F.linear(x, tensors[f"{role}.weight"], tensors.get(f"{role}.bias"))
         for delta in tensors.lora_deltas.get(role, ()):  # rounded where PEFT's forward rounds (0.21)
             columns = out[:, delta.first : delta.first + len(delta.b)]
-            columns += F.linear(F.linear(x, delta.a), delta.b) * delta.scale
+            columns += F.linear(F.linear(x.to(delta.a.dtype), delta.a), delta.b) * delta.scale
         return out

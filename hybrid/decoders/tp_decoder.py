@@ -7,12 +7,12 @@ import torch
 from torch.nn import functional as F
 
 from hybrid.decoders.batch import PagedKV
-from hybrid.decoders.bound_weights import BoundWeights
+from hybrid.decoders.decoder_weights import DecoderWeights
 from hybrid.decoders.torch_decoder import Tensors, TorchDecoder
-from hybrid.decoders.vocabulary import VocabularySlice
 from hybrid.kernels import torch_ops
 from hybrid.models.spec import DecoderLayout, ParamRef
-from hybrid.parallel import InferenceGroup
+from hybrid.runtime.parallel import InferenceGroup
+from hybrid.sampling.vocabulary import VocabularySlice
 from hybrid.weights.slices import Shard, shard_spec
 
 
@@ -26,7 +26,7 @@ class ShardedDecoder(TorchDecoder):
     more: further arguments of the decoder.
     """
 
-    def __init__(self, layout: DecoderLayout, weights: BoundWeights, group: InferenceGroup, **more: Any):
+    def __init__(self, layout: DecoderLayout, weights: DecoderWeights, group: InferenceGroup, **more: Any):
         self.group, self.tensor = group, group.tensor
         local = shard_spec(layout.spec, Shard(self.tensor.size, self.tensor.index))
         if self.tensor.size > 1:
@@ -45,15 +45,27 @@ class ShardedDecoder(TorchDecoder):
         is_own = (rows >= 0) & (rows < len(table))
         return self.tensor.sum(F.embedding(rows * is_own, table) * is_own[:, None])
 
-    def _attention(self, index: int, read: torch.Tensor, step: Any, kv: PagedKV) -> torch.Tensor:
-        return self.tensor.sum(super()._attention(index, read, step, kv))
+    def _attention(self, index: int, x: torch.Tensor, step: Any, kv: PagedKV) -> torch.Tensor:
+        return self.tensor.sum(super()._attention(index, x, step, kv))
 
-    def _mlp(self, index: int, read: torch.Tensor, record: torch_ops.Record | None) -> torch.Tensor:
-        if not self.spec.layers[index].experts:
-            return self.tensor.sum(super()._mlp(index, read, record))
-        if self.expert_shards > 1:  # kernels for experts expect all of them
-            return self.group.sum(TorchDecoder._mlp(self, index, read, record))
-        return self.group.sum(super()._mlp(index, read, record))
+    def _latent_attention(self, index: int, x: torch.Tensor, step: Any, kv: PagedKV) -> torch.Tensor:
+        return self.tensor.sum(super()._latent_attention(index, x, step, kv))
+
+    def _mlp(self, index: int, x: torch.Tensor, record: torch_ops.Record | None) -> torch.Tensor:
+        output = super()._mlp(index, x, record)
+        return output if self.spec.layers[index].experts else self.tensor.sum(output)
+
+    def _mixture(
+        self,
+        block: Tensors,
+        x: torch.Tensor,
+        record: torch_ops.Record | None,
+        router_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self.group.sum(super()._mixture(block, x, record, router_input))
+
+    def _shared_mlp(self, block: Tensors, x: torch.Tensor) -> torch.Tensor:
+        return self.tensor.sum(super()._shared_mlp(block, x))
 
     def _rows_normed(self, block: Tensors, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As TorchDecoder's: the heads of a token are on all ranks, and so are the sums of their squares."""

@@ -1,26 +1,29 @@
 """The KV cache's block pool: blocks that outlive a call, reserved when a call begins, with reference counts."""
 
 import math
-from collections.abc import Callable
+from bisect import bisect_left, insort
+from collections.abc import Callable, Hashable
+from dataclasses import replace
 
 import torch
 
-from hybrid.decoders.batch import BLOCK_SIZE, KVWeights, PagedKV
-from hybrid.generation.prefix_cache import PrefixCache
+from hybrid.decoders.batch import BLOCK_SIZE, KVWeights, PagedKV, States, state_bytes
 
 RESERVED_SHARE = 0.9  # of free memory: the most that `reserve_call` reserves; activations need the rest
+TOKEN_BYTES = 8  # int64
+FULL_BYTES = BLOCK_SIZE * TOKEN_BYTES
 
 
 def blocks_for(tokens: int) -> int:
-    """Number of blocks that hold `tokens` tokens."""
+    """Return number of blocks that hold `tokens` tokens."""
     return -(-tokens // BLOCK_SIZE)
 
 
 class BlockPool:
     """The engine's pool of KV blocks; every call uses the same storage.
 
-    Blocks that `insert` has been told the tokens of keep their content when nothing refers to them, until their room is
-    needed (the least recently used one first) or the weights change: `reuse` gives them to sequences that begin alike.
+    Blocks registered with `insert` stay cached at reference count 0 until they are evicted, the least recently used one
+    first, or the weights change: `reuse` gives them to sequences with the same prefix.
 
     step: growth increment of the storage, in tokens.
     limit_bytes: the most bytes that the storage may take; None: unlimited.
@@ -28,7 +31,10 @@ class BlockPool:
     explain: gives text that is appended to `require_room`'s error message.
     free_bytes: gives the bytes of free memory, which bound what `reserve_call` reserves.
     caches_prefixes: whether blocks are kept for sequences that begin alike.
-    extra_bytes: for them, beyond what a call needs.
+    extra_bytes: for them, beyond what a call needs; not of a model with recurrent layers.
+
+    Of a model with recurrent layers a sequence also has a slot for its states, which no other sequence shares. Blocks
+    alone do not continue such a sequence: its blocks are not kept for others.
 
     Block 0 is never allocated: the padding rows of a CUDA graph write there.
     """
@@ -46,7 +52,7 @@ class BlockPool:
         self.step, self.caches_prefixes, self.extra_bytes = step, caches_prefixes, extra_bytes
         self.limit_bytes = limit_bytes
         self.limit_name, self.explain, self.free_bytes = limit_name, explain, free_bytes
-        self.kv: PagedKV | None = None
+        self.kv = PagedKV([], [])  # no storage yet
         self.make: Callable[[int], PagedKV] | None = None  # during a call
         self.free_blocks: list[int] = []
         self.ref_counts: list[int] = []  # reference count of each block
@@ -56,18 +62,33 @@ class BlockPool:
         self.reused_scored_tokens = 0  # of the sequences that this call scores: those whose layers are not computed
         self.affordable_bytes: float | None = None  # the least `free_bytes` of ranks that decode one batch
         self.peak_bytes = 0
+        self.make_states: Callable[[int], States] | None = None  # during a call of a model with recurrent layers
+        self.states: States = {}  # as `PagedKV.states`
+        self.free_slots: list[int] = []
+        self.num_slots = self.slot_bytes = 0
 
-    def begin_call(self, make: Callable[[int], PagedKV], weights: KVWeights | None = None) -> None:
+    def begin_call(
+        self,
+        make: Callable[[int], PagedKV],
+        weights: KVWeights | None = None,
+        make_states: Callable[[int], States] | None = None,
+    ) -> None:
         """Start a call without references to blocks.
 
         make: allocates a given number of blocks. The previous call's storage is kept if its blocks have the same
             shapes, dtype and device.
         weights: what will compute the blocks' content; None: unknown. Blocks of another version are forgotten.
+        make_states: allocates a given number of slots for recurrent states; None: the model has none.
         """
         block = make(1)
-        if self.kv is not None and self.kv.kind != block.kind:
+        states = {} if make_states is None else make_states(1)
+        if kind_of(states) != kind_of(self.states):
+            self.states, self.num_slots = {}, 0
+        self.make_states, self.slot_bytes = make_states, state_bytes(states)
+        self.free_slots = list(range(self.num_slots))
+        if self.kv.keys and self.kv.kind != block.kind:
             self.release()
-        self.make, self.block_bytes = make, block.nbytes
+        self.make, self.block_bytes = make, block.block_bytes
         self.prefilled_tokens = self.reused_tokens = self.reused_scored_tokens = 0
         self._forget(self.prefix_cache.use(weights))
         referenced = [block for block, count in enumerate(self.ref_counts) if count]
@@ -76,7 +97,18 @@ class BlockPool:
 
     def end_call(self) -> None:
         """Forget the decoder that allocates, so that the memory of its weight copies can be freed."""
-        self.make = None
+        self.make = self.make_states = None
+
+    def reserve_states(self, num_slots: int) -> None:
+        """Reserve slots for the recurrent states of a call that has `num_slots` sequences at once. Call it before
+        `reserve_call`: what they leave of a limit is for blocks."""
+        is_limited = self.limit_bytes is not None
+        if self.make_states is None or self.num_slots == num_slots or (self.num_slots > num_slots and not is_limited):
+            return
+        self.states, self.num_slots, self.free_slots = {}, 0, []
+        self._grow_slots(num_slots)
+        if self.limit_bytes is not None and self.nbytes() > self.limit_bytes:
+            self._release_blocks()
 
     def reserve_call(self, num_blocks: int) -> None:
         """Reserve storage for a call that holds at most `num_blocks` blocks at once. Call it before the first
@@ -86,7 +118,8 @@ class BlockPool:
         call needs more, `allocate` grows it again. Old and new are held together for one layer's keys or values.
         """
         assert not self.num_used, "blocks are in use before they are reserved"
-        num_blocks += self.extra_bytes // self.block_bytes
+        if self.shares_prefixes:
+            num_blocks += self.extra_bytes // self.block_bytes
         wanted = self._rounded(num_blocks + 1)
         if wanted > self.capacity:
             free = self.free_bytes() if self.affordable_bytes is None else self.affordable_bytes
@@ -98,11 +131,12 @@ class BlockPool:
     def _grow(self, capacity: int) -> None:
         """Grow the storage; blocks that are in use or cached keep their numbers and content. If memory does not
         suffice, the storage is lost."""
+        assert self.make is not None, "blocks are allocated between `begin_call` and `end_call`"
         old, held = self.capacity, 0
         try:
-            if self.kv is None or not (self.num_used or self.evictable):
-                self.kv = None  # before the new one is allocated
-                self.kv = self.make(capacity)
+            if not (self.num_used or self.evictable):
+                self.kv = PagedKV([], [])  # before the new one is allocated
+                self.kv = replace(self.make(capacity), states=self.states) if self.states else self.make(capacity)
             else:
                 held = self.kv.growth_bytes
                 self.kv = self.kv.grown(capacity)
@@ -122,24 +156,72 @@ class BlockPool:
     @property
     def capacity(self) -> int:
         """Blocks that storage exists for, block 0 included."""
-        return 0 if self.kv is None else self.kv.num_blocks
+        return len(self.ref_counts)
 
     @property
     def limit(self) -> int | None:
         """The most blocks that may be in use at once; None: unlimited."""
-        return None if self.limit_bytes is None else max(self.limit_bytes // self.block_bytes - 1, 0)
+        if self.limit_bytes is None:
+            return None
+        return max((self.limit_bytes - self.num_slots * self.slot_bytes) // self.block_bytes - 1, 0)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether sequences that begin alike share blocks."""
+        return self.make_states is None
+
+    def num_seqs_within_limit(self, tokens: int, num_seqs: int) -> int:
+        """Return how many of `num_seqs` sequences of up to `tokens` tokens the limit leaves slots for; at least 1. A
+        group whose rows wait has a slot too."""
+        if self.make_states is None or self.limit_bytes is None:
+            return num_seqs
+        each = 2 * self.slot_bytes + blocks_for(tokens) * self.block_bytes
+        return max(min(num_seqs, self.limit_bytes // each), 1)
+
+    def allocate_states(self, count: int) -> list[int]:
+        """Allocate slots for the states of `count` sequences, their content undefined. Without recurrent layers: 0 for
+        each."""
+        if self.make_states is None:
+            return [0] * count
+        if len(self.free_slots) < count:
+            self._grow_slots(max(self.num_slots + count - len(self.free_slots), self.num_slots * 3 // 2))
+        return [self.free_slots.pop() for _ in range(count)]
+
+    def free_states(self, slots: list[int]) -> None:
+        """Take slots back."""
+        if self.make_states is not None:
+            self.free_slots += slots
+
+    def copy_states(self, source: int, targets: list[int]) -> None:
+        """Copy the states in a slot to others."""
+        for tensors in self.states.values() if targets else ():
+            for tensor in tensors:
+                tensor[targets] = tensor[source].clone()
+
+    def _grow_slots(self, num_slots: int) -> None:
+        """Grow the storage of recurrent states; those in use keep their slots and content."""
+        assert self.make_states is not None, "slots are allocated between `begin_call` and `end_call`"
+        larger = self.make_states(num_slots)
+        for layer, tensors in self.states.items():
+            for tensor, grown in zip(tensors, larger[layer], strict=True):
+                grown[: self.num_slots].copy_(tensor)
+        self.free_slots = list(range(num_slots - 1, self.num_slots - 1, -1)) + self.free_slots
+        self.peak_bytes = max(self.peak_bytes, self.nbytes() + num_slots * self.slot_bytes)
+        self.states, self.num_slots = larger, num_slots
+        self.kv = replace(self.kv, states=larger)
 
     @property
     def num_used(self) -> int:
         """Blocks in use."""
         return max(self.capacity - 1, 0) - len(self.free_blocks) - len(self.evictable)
 
-    def require_room(self, lengths: list[int], block_bytes: int) -> None:
+    def require_room(self, lengths: list[int], block_bytes: int, slot_bytes: int = 0) -> None:
         """Raise ValueError if sequences of these lengths, in the cache at once, may need more than `limit_bytes`.
 
         lengths: tokens of each sequence, new ones included.  block_bytes: the most bytes that a block takes.
+        slot_bytes: the bytes of a sequence's recurrent states.
         """
-        needed = (1 + sum(map(blocks_for, lengths))) * block_bytes
+        needed = (1 + sum(map(blocks_for, lengths))) * block_bytes + (1 + len(lengths)) * slot_bytes
         if self.limit_bytes is not None and needed > self.limit_bytes:
             rows = f"{len(lengths)} rows that have to be in the cache together, the longest" if lengths[1:] else "a row"
             raise ValueError(
@@ -147,15 +229,6 @@ class BlockPool:
                 f"tokens, new ones included, may need {needed}; raise it by the difference, or ask for fewer tokens"
                 + self.explain()
             )
-
-    def _ensure_free(self, num_blocks: int) -> None:
-        """Make sure that `num_blocks` blocks are free: cached ones are forgotten, then the storage grows by steps."""
-        while len(self.free_blocks) < num_blocks and self.evictable:
-            self._forget(self.prefix_cache.remove(next(iter(self.evictable))))
-        if len(self.free_blocks) >= num_blocks:
-            return
-        old, needed = self.capacity, self.capacity + num_blocks - len(self.free_blocks) + (self.capacity == 0)
-        self._grow(max(self._rounded(max(needed, old + old // 2)), needed))
 
     def _forget(self, blocks: list[int]) -> None:
         """Free those of these blocks, which are not cached any more, that nothing refers to."""
@@ -165,8 +238,13 @@ class BlockPool:
                 self.free_blocks.append(block)
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Allocate `num_blocks` blocks, each with reference count 1. Their content is undefined."""
-        self._ensure_free(num_blocks)
+        """Allocate `num_blocks` blocks, each with reference count 1. Their content is undefined. If too few are free,
+        cached ones are forgotten, then the storage grows by steps."""
+        while len(self.free_blocks) < num_blocks and self.evictable:
+            self._forget(self.prefix_cache.remove(next(iter(self.evictable))))
+        if len(self.free_blocks) < num_blocks:
+            old, needed = self.capacity, self.capacity + num_blocks - len(self.free_blocks) + (self.capacity == 0)
+            self._grow(max(self._rounded(max(needed, old + old // 2)), needed))
         blocks = [self.free_blocks.pop() for _ in range(num_blocks)]
         for block in blocks:
             self.ref_counts[block] = 1
@@ -188,39 +266,44 @@ class BlockPool:
     def _give_back(self, blocks: list[int]) -> None:
         """Take back blocks that nothing refers to any more."""
         for block in blocks:
-            if block in self.prefix_cache:
+            if block in self.prefix_cache.by_block:
                 self.evictable[block] = None
             else:
                 self.free_blocks.append(block)
 
     def num_reusable(self, weights: KVWeights | None) -> int:
-        """Blocks that hold known tokens, computed with this version of the weights."""
-        return len(self.prefix_cache) if weights is not None and weights.version == self.prefix_cache.version else 0
+        """Return the blocks that hold known tokens, computed with this version of the weights."""
+        is_current = weights is not None and weights.version == self.prefix_cache.version
+        return len(self.prefix_cache.by_block) if is_current else 0
 
     def forget_all(self) -> None:
         """Forget which tokens blocks hold. Call it between calls."""
         self._forget(self.prefix_cache.use(None))
 
+    @property
+    def _finds_prefixes(self) -> bool:
+        return self.caches_prefixes and self.shares_prefixes
+
     def insert(self, token_ids: torch.Tensor, blocks: list[int]) -> None:
-        """Remember that blocks hold these tokens, int64 [n], from a sequence's begin on. Nothing may write these
+        """Record that blocks hold these tokens, int64 [n], from a sequence's begin on. Nothing may write these
         positions of the blocks any more."""
-        if self.caches_prefixes:
+        if self._finds_prefixes:
             self.prefix_cache.insert(token_ids.cpu(), blocks)
 
     def first_new_block(self, token_ids: torch.Tensor) -> bytes | None:
-        """A sequence, int64 [n] on the host, up to its first full block that is not cached; None if all of them are, or
-        nothing is kept."""
-        if not self.caches_prefixes:
+        """Return a sequence, int64 [n] on the host, up to its first full block that is not cached; None if all of them
+        are, or nothing is kept."""
+        if not self._finds_prefixes:
             return None
-        full = self.prefix_cache.num_full_blocks(token_ids)
+        full = len(self.prefix_cache.full_blocks(token_ids.numpy().tobytes()))
         if (full + 1) * BLOCK_SIZE > len(token_ids):
             return None
         return token_ids[: (full + 1) * BLOCK_SIZE].numpy().tobytes()
 
     def same_blocks(self, token_ids: torch.Tensor) -> list[int]:
-        """The cached full blocks that a sequence, int64 [n], begins with, with a reference to each: for a caller that
-        computes their content again, to the same values, and so needs no others."""
-        if not self.caches_prefixes:
+        """Return the cached full blocks that a sequence, int64 [n], begins with, with a reference to each: for a caller
+        that computes their content again, to the same values, and so needs no others."""
+        if not self._finds_prefixes:
             return []
         blocks = self.prefix_cache.match(token_ids.cpu())[0]
         self.ref(blocks)
@@ -236,24 +319,25 @@ class BlockPool:
         """
         blocks, partial, common = self.prefix_cache.match(token_ids[:-1].cpu())
         self.ref(blocks)
+        last: list[int] = []
         if common and len(self.free_blocks) + len(self.evictable) > (partial in self.evictable):
             self.ref([partial])
-            own = self.allocate(1)
-            self.copy([partial], own)
+            last = self.allocate(1)
+            self.copy([partial], last)
             self.free([partial])
         elif common and partial in self.evictable:
             self._forget(self.prefix_cache.remove(partial))
-            own = self.allocate(1)
-            assert own == [partial], "the block that was just freed is allocated first"
+            last = self.allocate(1)
+            assert last == [partial], "the block that was just freed is allocated first"
         else:
-            own, common = [], 0
+            common = 0
         reused = len(blocks) * BLOCK_SIZE + common
         if is_prompt:
             self.reused_tokens += reused
             self.prefilled_tokens += len(token_ids) - reused
         else:
             self.reused_scored_tokens += reused
-        return blocks + own, reused
+        return blocks + last, reused
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
         """Copy the content of block `sources[i]` to block `targets[i]`."""
@@ -261,10 +345,126 @@ class BlockPool:
             self.kv.copy(sources, targets)
 
     def nbytes(self) -> int:
-        """Bytes of the storage."""
-        return 0 if self.kv is None else self.kv.nbytes
+        """Return the bytes of the storage."""
+        return self.kv.nbytes + self.num_slots * self.slot_bytes
 
     def release(self) -> None:
         """Free the storage; what is cached is lost."""
-        self.kv, self.free_blocks, self.ref_counts = None, [], []
+        self.states, self.free_slots, self.num_slots = {}, [], 0
+        self._release_blocks()
+
+    def _release_blocks(self) -> None:
+        self.kv, self.free_blocks, self.ref_counts = PagedKV([], []), [], []
         self.prefix_cache, self.evictable = PrefixCache(), {}
+
+
+def kind_of(states: States) -> list[tuple]:
+    """Return layers, shapes and dtypes of recurrent states: those of equal kind may share slots."""
+    return [(layer, tensor.shape[1:], tensor.dtype) for layer, tensors in states.items() for tensor in tensors]
+
+
+class CachedBlock:
+    """A block's place in the tree.
+
+    tokens: the bytes of its token ids, int64, at most BLOCK_SIZE of them.
+    parent: the block before it in its sequence; a root's is itself.
+    children: blocks that may follow, by their tokens; only a full block has any.  ordered: their tokens, sorted.
+    """
+
+    __slots__ = ("block", "children", "ordered", "parent", "tokens")
+
+    def __init__(self, parent: "CachedBlock | None" = None, tokens: bytes = b"", block: int = 0):
+        self.parent, self.tokens, self.block = self if parent is None else parent, tokens, block
+        self.children: dict[bytes, CachedBlock] = {}
+        self.ordered: list[bytes] = []
+
+    def add(self, tokens: bytes, block: int) -> "CachedBlock":
+        """Add a child, and return it."""
+        insort(self.ordered, tokens)
+        self.children[tokens] = CachedBlock(self, tokens, block)
+        return self.children[tokens]
+
+    def remove(self) -> None:
+        """Leave the parent's children."""
+        del self.parent.children[self.tokens], self.parent.ordered[bisect_left(self.parent.ordered, self.tokens)]
+
+    def closest(self, tokens: bytes) -> tuple[int, int]:
+        """Return how many tokens a child begins with that a sequence, given as bytes, begins with too, and that child's
+        block: of the child that has the most of them. (0, 0) if no child has any."""
+        at = bisect_left(self.ordered, tokens[:FULL_BYTES])  # of sorted sequences a neighbour has the longest prefix
+        neighbours = (self.children[child] for child in self.ordered[max(at - 1, 0) : at + 1])
+        return max(((common_tokens(child.tokens, tokens), child.block) for child in neighbours), default=(0, 0))
+
+
+class PrefixCache:
+    """Finds blocks by their content: the weights, all tokens before the block, and its own. Compared token by token."""
+
+    def __init__(self) -> None:
+        self.version: Hashable = None
+        self.roots: dict[Hashable, CachedBlock] = {}  # by variant of the weights
+        self.by_block: dict[int, CachedBlock] = {}
+        self.root = CachedBlock()
+
+    def use(self, weights: KVWeights | None) -> list[int]:
+        """Find and insert blocks that these weights compute, from now on; None: unknown ones. Forgets, and gives, the
+        blocks that another version has computed."""
+        removed: list[int] = []
+        if weights is None or weights.version != self.version:
+            removed = list(self.by_block)
+            self.roots, self.by_block = {}, {}
+        self.version, variant = (None, None) if weights is None else (weights.version, weights.variant)
+        self.root = self.roots.setdefault(variant, CachedBlock())
+        return removed
+
+    def match(self, token_ids: torch.Tensor) -> tuple[list[int], int, int]:
+        """Find the longest cached prefix of a sequence, int64 [n] on the host.
+
+        Returns:
+            The blocks of its first tokens, BLOCK_SIZE each; the block whose content continues them the longest; and the
+            number of that block's tokens that match, 0 if there is no such block.
+        """
+        tokens = token_ids.numpy().tobytes()
+        path = self.full_blocks(tokens)
+        rest, node = tokens[len(path) * FULL_BYTES :], path[-1] if path else self.root
+        common, partial = node.closest(rest)
+        return [node.block for node in path], partial, common
+
+    def full_blocks(self, tokens: bytes) -> list[CachedBlock]:
+        """Return the cached full blocks of a sequence's first tokens, int64 as bytes."""
+        path, node = [], self.root
+        for begin in range(0, len(tokens) - FULL_BYTES + 1, FULL_BYTES):
+            child = node.children.get(tokens[begin : begin + FULL_BYTES])
+            if child is None:
+                break
+            path.append(node := child)
+        return path
+
+    def insert(self, token_ids: torch.Tensor, blocks: list[int]) -> None:
+        """Remember the blocks of a sequence, int64 [n] on the host. Of two of equal content the first is kept."""
+        tokens, node = token_ids.numpy().tobytes(), self.root
+        for begin, block in zip(range(0, len(tokens), FULL_BYTES), blocks, strict=True):
+            content = tokens[begin : begin + FULL_BYTES]
+            if content not in node.children:
+                self.by_block[block] = node.add(content, block)
+            node = node.children[content]
+
+    def remove(self, block: int) -> list[int]:
+        """Forget a block and all that follow it; return them."""
+        node = self.by_block[block]
+        node.remove()
+        removed = [node]
+        for each in removed:  # which grows; long sequences are deeper than Python's recursion
+            removed += each.children.values()
+            del self.by_block[each.block]
+        return [each.block for each in removed]
+
+
+def common_tokens(tokens: bytes, others: bytes) -> int:
+    """Return the length of the common prefix of two sequences, given as bytes of int64."""
+    if tokens[:TOKEN_BYTES] != others[:TOKEN_BYTES]:  # the usual case, and fast
+        return 0
+    count = min(len(tokens), len(others)) // TOKEN_BYTES
+    if tokens[: count * TOKEN_BYTES] == others[: count * TOKEN_BYTES]:
+        return count
+    pairs = zip(memoryview(tokens).cast("q"), memoryview(others).cast("q"), strict=False)
+    return next(index for index, (token, other) in enumerate(pairs) if token != other)

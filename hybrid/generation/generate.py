@@ -10,13 +10,10 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 from transformers.generation import GenerationMode
 
-from hybrid.decoders.batch import Draws, PackedBatch, PagedKV
-from hybrid.decoders.drafts import Drafting, VerifiedTokens, verify_steps
 from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.generation.request import GenerateInputs
-from hybrid.models.model_info import ModelInfo
-from hybrid.profiling import ModelTimes
 from hybrid.rollout import check_prompts
+from hybrid.runtime.profiling import ModelTimes
 
 OUR_METHODS = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 # Arguments of Hugging Face's `generate` that select a decoding method of their own.
@@ -28,7 +25,7 @@ class TooManyTokensError(ValueError, RuntimeError):
 
 
 def prompts_of(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The prompts in `generate`'s arguments, checked, [rows, tokens] of any integer dtype.
+    """Return the prompts in `generate`'s arguments, checked, [rows, tokens] of any integer dtype.
 
     None if no prompts are given, if they are `inputs_embeds`, or if the model's main input is not `input_ids`.
     Raises TypeError if the prompts are not a tensor; ValueError if they are not integers, not two-dimensional or empty,
@@ -46,30 +43,6 @@ def prompts_of(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.T
     if len(prompts) == 0:
         raise ValueError("input_ids: a batch of size 0 given; it must have at least one row")
     return prompts
-
-
-def require_generate(info: ModelInfo) -> None:
-    """Raise ValueError if the model has no `generate`."""
-    if not info.can_generate:
-        raise ValueError(
-            f"{type(info.model).__name__} has no generate(): generation needs a Hugging Face model with a "
-            "language-modelling head. eval(), train() and forward work with any model."
-        )
-
-
-def require_token_ids(info: ModelInfo, model_inputs: dict[str, Any], call: str) -> None:
-    """Raise NotImplementedError if a call gives inputs other than token ids and their mask, such as images, or if the
-    model is an encoder-decoder: its prompt and completion are not one sequence."""
-    if model_inputs:
-        raise NotImplementedError(
-            f"{call}: {', '.join(model_inputs)} given; {call} takes token ids and their mask alone. engine.generate() "
-            "and forwards in eval mode take what the model takes"
-        )
-    if info.is_encoder_decoder:
-        raise NotImplementedError(
-            f"{call}: {type(info.model).__name__} is an encoder-decoder; {call} takes decoders, whose prompt and "
-            "completion are one sequence. engine.generate() and forwards in eval mode run with encoder-decoders"
-        )
 
 
 def require_sampling(config: GenerationConfig) -> None:
@@ -95,8 +68,8 @@ def require_supported_arguments(kwargs: dict[str, Any], runs_other_methods: bool
 
 
 def with_stop_strings(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """`generate`'s arguments with `stop_strings` and `tokenizer` replaced by a stopping criterion: Hugging Face does
-    not pass the tokenizer on with a custom decoding method (5.23).
+    """Return `generate`'s arguments with `stop_strings` and `tokenizer` replaced by a stopping criterion: Hugging Face
+    does not pass the tokenizer on with a custom decoding method (5.23).
 
     Raises ValueError if there are stop strings and no tokenizer.
     """
@@ -116,7 +89,7 @@ def with_stop_strings(kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs
 
 
-class Route:
+class GeneratePatch:
     """Replaces a module's `generate`, until it is closed: every call goes through the engine.
 
     through: the engine's `generate`. A copy or a pickle of the module has its class's `generate` again.
@@ -124,7 +97,7 @@ class Route:
 
     def __init__(self, module: nn.Module, through: Callable):
         functools.update_wrapper(self, module.generate)  # callers read the signature
-        self.module, self.own, self.through = module, module.generate, through
+        self.module, self.original, self.through = module, module.generate, through
         self.before = module.__dict__.get("generate")  # a `generate` set on the instance, such as a user's patch
         module.__dict__["generate"] = self
 
@@ -143,19 +116,19 @@ class Route:
 
 
 def hugging_face_generate(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The output of the model's own `generate`, called without an engine's route around it."""
+    """Return the output of the model's own `generate`, called without an engine's route around it."""
     if hasattr(model, "reset_cache"):  # a model that keeps its own cache, as under DeepSpeed's engines
         model.reset_cache()
     generate = model.generate
-    while isinstance(generate, Route):
-        generate = generate.own
+    while isinstance(generate, GeneratePatch):
+        generate = generate.original
     return generate(*args, **{**kwargs, "synced_gpus": False})
 
 
 def decoded_by(
     decode: Callable[[nn.Module, GenerateInputs], Any], model: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> Any:
-    """What `decode` returns for the model and the inputs that its own `generate` prepares from these arguments."""
+    """Return the result of `decode` for the model and the inputs that its `generate` prepares from these arguments."""
 
     def decoding_method(
         model: nn.Module,
@@ -175,7 +148,8 @@ def decoded_by(
 
 
 def hugging_face_method(config: GenerationConfig, kwargs: dict[str, Any]) -> str:
-    """The decoding method of Hugging Face that `generate`'s arguments ask for; "" for greedy search and sampling."""
+    """Return the decoding method of Hugging Face that `generate`'s arguments ask for; "" for greedy search and
+    sampling."""
     for key in OTHER_METHODS:
         if kwargs.get(key) is not None:
             return key
@@ -184,8 +158,8 @@ def hugging_face_method(config: GenerationConfig, kwargs: dict[str, Any]) -> str
 
 
 def prepared_config(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> GenerationConfig:
-    """The GenerationConfig that `generate` builds from its arguments and the model's own configuration (transformers
-    5.23)."""
+    """Return the GenerationConfig that `generate` builds from its arguments and the model's own configuration
+    (transformers 5.23)."""
     kwargs = dict(kwargs)
     config = kwargs.pop("generation_config", None)
     return model._prepare_generation_config(args[1] if len(args) > 1 else config, **kwargs)[0]
@@ -204,9 +178,3 @@ class TimedDecoder:
         if name in ("forward", "decode", "verify", "logits"):
             return self.times.forward(continues=name == "logits")(attribute)
         return attribute
-
-    def verify_steps(
-        self, batch: PackedBatch, kv: PagedKV, draws: Draws, drafting: Drafting, steps: int
-    ) -> VerifiedTokens:
-        """As `hybrid.decoders.drafts.verify_steps`."""
-        return verify_steps(self, batch, kv, draws, drafting, steps)

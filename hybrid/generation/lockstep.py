@@ -4,25 +4,30 @@ For what must see the whole batch at every step (a processor, criterion or strea
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache, GenerationConfig
-from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
+from transformers import GenerationConfig
+from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 from transformers.modeling_outputs import CausalLMOutput
 
 from hybrid.decoders.fused_model import AnyDecoder
-from hybrid.decoders.vocabulary import whole_logits
 from hybrid.generation.block_pool import BlockPool, blocks_for
-from hybrid.generation.completions import Completions
-from hybrid.generation.hf_cache import GrowingLayer, KVCache
+from hybrid.generation.completions import Completions, InvalidLogitsError
+from hybrid.generation.hf_cache import KVCache, has_rows, is_empty, is_filled, select_rows
 from hybrid.generation.model_runner import ModelRunner, prefill
-from hybrid.generation.request import SUPPORTED, GenerateInputs
-from hybrid.generation.sampler import SamplingMetadata, sample_tokens, selective_log_softmax
-from hybrid.profiling import Phase
+from hybrid.generation.request import SUPPORTED, GenerateInputs, given_names
+from hybrid.generation.sequence import Sequence
+from hybrid.runtime.interrupts import INTERRUPTS
+from hybrid.runtime.profiling import Phase
+from hybrid.sampling.params import SamplingParams
+from hybrid.sampling.sampler import sample_tokens, selective_log_softmax
+from hybrid.sampling.vocabulary import whole_logits
+
+CACHES = "past_key_values", "cache_params"  # keyword arguments with a Hugging Face cache (transformers 5.23)
 
 
 class Outputs:
@@ -62,49 +67,73 @@ class Outputs:
 class NativeForward:
     """The model's own forward over Hugging Face's cache, which uses `kv_cache` if the caller does not get it back.
 
+    kv_cache: storage of the cache; None: the cache keeps its own.
     expands: whether rows of a cache may be repeated and reordered, so that equal prompts are prefilled once. False if
         other ranks hold parts of the cache, or if ranks exchange messages of equal size.
+    model_inputs: inputs of the prefill alone, which are in the cache after it.
     """
 
-    def __init__(self, model: nn.Module, inputs: GenerateInputs, kv_cache: KVCache, expands: bool):
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: GenerateInputs,
+        kv_cache: KVCache | None,
+        expands: bool,
+        model_inputs: Collection[str] = (),
+    ):
         self.model, self.config, self.kwargs = model, inputs.config, inputs.model_kwargs
         self.encoder_decoder = model.config.is_encoder_decoder
-        cache, config = self.kwargs.get("past_key_values"), inputs.config
+        self.prepare_inputs = model.prepare_inputs_for_generation  # PEFT's, as long as its `generate()` runs (0.21)
+        config, cache = inputs.config, self.cache
         # A cache that the caller keeps must not be in storage that the next call overwrites.
         user_defined = getattr(cache, "_is_user_defined", False) or config.return_dict_in_generate
         ours = isinstance(cache, Cache) and not user_defined
-        if ours and not self.encoder_decoder:
+        plain = (
+            given_names(self.kwargs) <= {*SUPPORTED, *CACHES, *model_inputs}
+            and self.kwargs.get("use_cache")
+            and config.prefill_chunk_size is None
+        )
+        rows = expands and ours and plain and not self.encoder_decoder and has_rows(cache) and is_empty(cache)
+        self.expands, self.model_inputs = bool(rows), model_inputs
+        if ours and not self.encoder_decoder and kv_cache is not None:
             kv_cache.adopt(cache)
-        names = {name for name, value in self.kwargs.items() if value is not None}
-        plain = names <= SUPPORTED and self.kwargs.get("use_cache") and config.prefill_chunk_size is None
-        # Multimodal models keep per-row state outside the cache (Qwen2-VL, transformers 5.23).
-        text_alone = model.config.get_text_config() is model.config and not self.encoder_decoder
-        self.expands = (
-            expands and ours and plain and text_alone and type(cache) is DynamicCache and not cache.get_seq_length()
-        ) and {type(layer) for layer in cache.layers} <= {GrowingLayer, DynamicSlidingWindowLayer}
 
     def prefill(self, input_ids: torch.Tensor) -> Any:
-        """The model's outputs for the prompts, logits [sequences, ·, vocab].
+        """Return the model's outputs for the prompts, logits [sequences, ·, vocab].
 
         Equal prompts are computed once and their rows of the cache repeated, if the rows of the cache are independent.
         """
         mask = self.kwargs.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else mask
         by_rows = self.expands and mask.shape == input_ids.shape
-        first, source = distinct(input_ids, mask) if by_rows else (input_ids, None)
-        if len(first) == len(input_ids):
+        prompts = distinct(input_ids, mask) if by_rows else None
+        if prompts is None or len(prompts[0]) == len(input_ids):
             return self._updated(self.model._prefill(input_ids, self.config, self.kwargs))
-        by_row = {name: self.kwargs.get(name) for name in ("attention_mask", "position_ids")}
-        own = {name: value[first] for name, value in by_row.items() if value is not None and len(value) == len(source)}
-        outputs = self.model._prefill(input_ids[first], self.config, {**self.kwargs, **own})
+        first, source = prompts
+        outputs = self.model._prefill(input_ids[first], self.config, self.kwargs | self._rows_of(first, len(source)))
+        if not is_filled(self.cache, input_ids.shape[1]):  # the model keeps its state elsewhere
+            self.expands = False
+            return self._updated(self.model._prefill(input_ids, self.config, self.kwargs))
         outputs.logits = outputs.logits[:, -1:][source]
-        outputs.past_key_values.batch_select_indices(source)
+        select_rows(self.cache, source)
         return self._updated(outputs)
 
-    def step(self, input_ids: torch.Tensor) -> Any:
-        """The model's outputs for the latest token of each row."""
-        inputs = self.model.prepare_inputs_for_generation(
-            input_ids, next_sequence_length=1 if self.kwargs["use_cache"] else None, **self.kwargs
+    def prefill_rows(self, input_ids: torch.Tensor) -> Any:
+        """As `prefill`, of prompts that all differ, with the model inputs."""
+        outputs = self._updated(self.model._prefill(input_ids, self.config, self.kwargs))
+        self.kwargs = {name: value for name, value in self.kwargs.items() if name not in self.model_inputs}
+        return outputs
+
+    def _rows_of(self, rows: torch.Tensor, count: int) -> dict[str, torch.Tensor]:
+        """Return the mask and the positions of these rows, int64 [n], of `count`, where they are by row."""
+        given = {name: self.kwargs.get(name) for name in ("attention_mask", "position_ids")}
+        by_row = {name: value for name, value in given.items() if value is not None and value.shape[-2] == count}
+        return {name: value.index_select(-2, rows) for name, value in by_row.items()}
+
+    def step(self, input_ids: torch.Tensor, count: int = 1) -> Any:
+        """Return the model's outputs for the latest `count` tokens of each row."""
+        inputs = self.prepare_inputs(
+            input_ids, next_sequence_length=count if self.kwargs.get("use_cache") else None, **self.kwargs
         )
         return self._updated(self.model(**inputs, return_dict=True))
 
@@ -115,13 +144,19 @@ class NativeForward:
         return outputs
 
     @property
-    def cache(self) -> Cache | None:
-        """The cache, for `past_key_values` of the caller's output."""
-        return self.kwargs.get("past_key_values")
+    def cache(self) -> Any:
+        """The cache, for `past_key_values` of the caller's output; None if there is none."""
+        return next((self.kwargs[name] for name in CACHES if self.kwargs.get(name) is not None), None)
+
+    @cache.setter
+    def cache(self, cache: Cache) -> None:
+        name = next(name for name in CACHES if self.kwargs.get(name) is not None)
+        self.kwargs = {**self.kwargs, name: cache}
 
 
 def distinct(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first row of each distinct prompt, int64 [prompts], and each row's index into these prompts, int64 [rows].
+    """Return the first row of each distinct prompt, int64 [prompts], and each row's index into these prompts, int64
+    [rows].
 
     ids, mask: int64 [rows, tokens]; masked ids are ignored.
     """
@@ -135,29 +170,33 @@ class FusedForward:
     """The fused decoder in lockstep.  max_new_tokens: of every row.
 
     before_step: called with the latest token of each row, int64 [rows], before a step.
-    is_running: no forward has ended yet, one runs, or one has failed.
+    is_running: no forward has ended yet, one runs, or one has failed; also if the ranks have agreed to stop.
     """
 
     cache = None
     is_running = True
-    before_step: Callable[[torch.Tensor], None] | None = None
+    before_step: Callable[[torch.Tensor], Any] | None = None
 
     def __init__(self, decoder: AnyDecoder, block_pool: BlockPool, prompt_lengths: list[int], max_new_tokens: int):
         self.decoder, self.block_pool, self.prompt_lengths = decoder, block_pool, prompt_lengths
         longest = max(prompt_lengths) + max_new_tokens
+        block_pool.reserve_states(len(prompt_lengths))
         block_pool.reserve_call(sum(blocks_for(length + max_new_tokens) for length in prompt_lengths))
         self.runner = ModelRunner(decoder, block_pool, longest)
         decoder.reserve(longest)
 
     def prefill(self, input_ids: torch.Tensor) -> CausalLMOutput:
-        """Logits after the prompts."""
+        """Return the logits after the prompts."""
         prompts = [ids[len(ids) - length :] for ids, length in zip(input_ids, self.prompt_lengths, strict=True)]
-        blocks, logits = prefill(self.decoder, self.block_pool, prompts)
-        self.runner.add(blocks, self.prompt_lengths)
+        slots = self.block_pool.allocate_states(len(prompts))
+        blocks, logits = prefill(self.decoder, self.block_pool, prompts, slots)
+        sequences = [Sequence(blocks=of_prompt, state_slot=slot) for of_prompt, slot in zip(blocks, slots, strict=True)]
+        self.runner.add(sequences, self.prompt_lengths)
         return self._output(logits)
 
     def step(self, input_ids: torch.Tensor) -> CausalLMOutput:
-        """Logits after the latest token of each row."""
+        """Return the logits after the latest token of each row."""
+        INTERRUPTS.raise_pending()
         tokens = input_ids[:, -1].contiguous()
         if self.before_step is not None:
             self.before_step(tokens)
@@ -186,38 +225,43 @@ def in_lockstep(
     """Decode all rows together until the last one ends; ended rows are padded as Hugging Face pads them.
 
     outputs: collects the steps' outputs.  logprob_temperature: of `Completions.old_logps`; None: no logprobs.
+    A row with invalid logits ends; InvalidLogitsError is raised once all rows have.
     """
     ids: Any = inputs.input_ids
-    pad = inputs.config._pad_token_tensor
+    pad: Any = inputs.config._pad_token_tensor
     has_end = any(hasattr(criterion, "eos_token_id") for criterion in inputs.stopping_criteria)
-    draw, logps = SamplingMetadata() if inputs.config.do_sample else SamplingMetadata(temperature=0), []
+    params = SamplingParams(max_new_tokens=1, temperature=1.0 if inputs.config.do_sample else 0.0)  # of a step
+    logps: list[torch.Tensor] = []
     with phase("prefill"):
-        step = forward.prefill(ids)
+        step: Any = forward.prefill(ids)
     with phase("decode"):
         unfinished = torch.ones(len(ids), dtype=torch.long, device=ids.device)
-        lengths = torch.zeros_like(unfinished)
+        lengths, invalid_steps = torch.zeros_like(unfinished), torch.full_like(unfinished, -1)
         for position in itertools.count():
             logits = step.logits[:, -1].to(dtype=torch.float32, device=ids.device, copy=True)
-            scores = inputs.logits_processor(ids, logits)
+            scores = inputs.logits_processor(ids, logits).float()
             outputs.add(step, scores, logits)
             step = None  # frees the prefill's logits, which may be large
-            drawn = sample_tokens(scores, sampling_keys, torch.full_like(sampling_keys, position), draw)
-            tokens = drawn.tokens
+            drawn = sample_tokens(scores, sampling_keys, torch.full_like(sampling_keys, position), params)
+            tokens, invalid = drawn.tokens, drawn.sampling_logps.isnan() & unfinished.bool()
             if logprob_temperature is not None:
                 raw = selective_log_softmax(logits, tokens)
                 same = logprob_temperature == 1.0
                 old = raw if same else selective_log_softmax(logits / logprob_temperature, tokens)
                 logps.append(torch.stack([drawn.sampling_logps, old, raw]))
             lengths += unfinished
+            invalid_steps.masked_fill_(invalid, position)
             if has_end:
                 tokens = tokens * unfinished + pad * (1 - unfinished)
             ids = torch.cat([ids, tokens[:, None]], dim=-1)
             if inputs.streamer is not None:
                 inputs.streamer.put(tokens.cpu())
-            unfinished = unfinished & ~inputs.stopping_criteria(ids, outputs.steps.get("scores"))
+            unfinished = unfinished & ~invalid & ~inputs.stopping_criteria(ids, outputs.steps.get("scores"))
             if unfinished.max() == 0:
                 break
             step = forward.step(ids)
     if inputs.streamer is not None:
         inputs.streamer.end()
+    if (invalid_steps >= 0).any():
+        raise InvalidLogitsError({row: step for row, step in enumerate(invalid_steps.tolist()) if step >= 0})
     return Completions(ids[:, inputs.input_ids.shape[1] :], lengths, *(torch.stack(logps, dim=-1) if logps else ()))

@@ -1,31 +1,20 @@
 """The model runner: prompts packed into blocks, then one token for each row per step."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
 
-from hybrid.decoders.batch import BLOCK_SIZE, Draws, PackedBatch, packed, table_of
-from hybrid.decoders.drafts import Drafting, VerifiedTokens, most_new_tokens
+from hybrid.decoders.batch import BLOCK_SIZE, LayerActivations, PackedBatch, packed, table_of
+from hybrid.decoders.drafts import Drafting, VerifiedTokens, verify_steps
 from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.generation.block_pool import BlockPool, blocks_for
+from hybrid.generation.sequence import Sequence
+from hybrid.runtime.interrupts import INTERRUPTS
+from hybrid.sampling.state import SamplingState
 
 PREFILL_TOKENS = 2048  # prompt tokens in one forward; bounds the memory of activations
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A part of a sequence in a forward.
-
-    sequence: the sequence's index.  begin, stop: positions in it.  row: index of the chunk's first token in the
-        forward.
-    """
-
-    sequence: int
-    begin: int
-    stop: int
-    row: int
 
 
 def hidden_states(
@@ -33,32 +22,34 @@ def hidden_states(
     block_pool: BlockPool,
     sequences: list[torch.Tensor],
     blocks: list[list[int]],
-    begins: list[int] | None = None,
-) -> Iterator[tuple[list[Chunk], torch.Tensor]]:
+    begins: list[int],
+    activations_of: Callable[[dict[int, range]], LayerActivations] | None = None,
+    state_slots: list[int] | None = None,
+) -> Iterator[tuple[dict[int, range], torch.Tensor]]:
     """Run sequences, int64 [n] each, through the layers and write their keys and values to their blocks.
 
-    begins: how many tokens of each sequence its blocks already hold; None: none.
-    Yields the chunks and the last layer's output [tokens, hidden] of each forward. Sequences are packed without
-    padding, PREFILL_TOKENS in a forward; a sequence that does not fit is split.
+    begins: how many tokens of each sequence its blocks already hold.
+    activations_of: returns the memory that a forward of these chunks writes its layers' inputs to; None: they are not
+        kept.
+    state_slots: of each sequence; None: the model has no recurrent layers.
+    Yields `prefill_chunks` and the last layer's output [tokens, hidden] of each forward.
     """
-    begins = [0] * len(sequences) if begins is None else begins
     for chunks in prefill_chunks(begins, [len(sequence) for sequence in sequences]):
-        ids = [sequences[chunk.sequence][chunk.begin : chunk.stop] for chunk in chunks]
-        block_tables = [blocks[chunk.sequence] for chunk in chunks]
-        yield (
-            chunks,
-            decoder.forward(
-                packed(ids, [chunk.begin for chunk in chunks], block_tables, decoder.device), block_pool.kv
-            ),
-        )
+        INTERRUPTS.raise_pending()
+        ids = [sequences[index][chunk.start : chunk.stop] for index, chunk in chunks.items()]
+        starts, tables = [chunk.start for chunk in chunks.values()], [blocks[index] for index in chunks]
+        more = {} if activations_of is None else {"activations": activations_of(chunks)}
+        slots = None if state_slots is None else [state_slots[index] for index in chunks]
+        yield chunks, decoder.forward(packed(ids, starts, tables, decoder.device, slots), block_pool.kv, **more)
 
 
 def prefill(
-    decoder: AnyDecoder, block_pool: BlockPool, prompts: list[torch.Tensor]
+    decoder: AnyDecoder, block_pool: BlockPool, prompts: list[torch.Tensor], state_slots: list[int] | None = None
 ) -> tuple[list[list[int]], torch.Tensor]:
     """Write the keys and values of distinct prompts, int64 [n] each, to blocks. What the pool has of them is not
     computed again, and what several of them begin with is computed once.
 
+    state_slots: of each prompt; not read without recurrent layers.
     Returns each prompt's blocks, and the logits after its last token, float32 [prompts, vocab].
     """
     blocks: list[list[int]] = [[] for _ in prompts]
@@ -69,86 +60,123 @@ def prefill(
             blocks[index], begin = block_pool.reuse(prompts[index])
             blocks[index] += block_pool.allocate(blocks_for(len(prompts[index])) - len(blocks[index]))
             begins.append(begin)
-        own = [prompts[index] for index in wave], [blocks[index] for index in wave]
-        for chunks, hidden in hidden_states(decoder, block_pool, *own, begins):
-            last = [chunk for chunk in chunks if chunk.stop == len(prompts[wave[chunk.sequence]])]
+        ids, tables = [prompts[index] for index in wave], [blocks[index] for index in wave]
+        slots = None if block_pool.shares_prefixes or state_slots is None else [state_slots[index] for index in wave]
+        for chunks, hidden in hidden_states(decoder, block_pool, ids, tables, begins, state_slots=slots):
+            ends = zip(chunks.items(), accumulate(map(len, chunks.values())), strict=True)
+            last = {wave[index]: end - 1 for (index, chunk), end in ends if chunk.stop == len(ids[index])}
             if last:
-                ends = torch.tensor([chunk.row + chunk.stop - chunk.begin - 1 for chunk in last], device=decoder.device)
-                of_ends = decoder.logits(hidden[ends])
-                logits.update((wave[chunk.sequence], row) for chunk, row in zip(last, of_ends, strict=True))
-        for prompt, held in zip(*own, strict=True):
+                of_ends = decoder.logits(hidden[torch.tensor(list(last.values()), device=decoder.device)])
+                logits.update(zip(last, of_ends, strict=True))
+        for prompt, held in zip(ids, tables, strict=True):
             full = len(prompt) // BLOCK_SIZE
             block_pool.insert(prompt[: full * BLOCK_SIZE], held[:full])
     return blocks, torch.stack([logits[index] for index in range(len(prompts))])
 
 
 def prefill_waves(block_pool: BlockPool, prompts: list[torch.Tensor]) -> Iterator[list[int]]:
-    """Indices of prompts, int64 [n] on the host, to compute together: in one wave no two share a block that is not
-    computed yet. The caller computes and inserts a wave's blocks before it asks for the next one."""
+    """Yield indices of prompts, int64 [n] on the host, to compute together: in one wave no two share a block that is
+    not computed yet. The caller computes and inserts a wave's blocks before it asks for the next one."""
     waiting = list(range(len(prompts)))
     while waiting:
-        begun: set[bytes] = set()
+        prefixes: set[bytes] = set()
         wave: list[int] = []
         later: list[int] = []
         for index in waiting:
-            begin = block_pool.first_new_block(prompts[index])
-            (later if begin in begun else wave).append(index)
-            if begin is not None:
-                begun.add(begin)
+            prefix = block_pool.first_new_block(prompts[index])
+            (later if prefix in prefixes else wave).append(index)
+            if prefix is not None:
+                prefixes.add(prefix)
         yield wave
         waiting = later
 
 
-def prefill_chunks(begins: list[int], lengths: list[int]) -> list[list[Chunk]]:
-    """Split sequences of the given lengths, from `begins` on, over forwards of at most PREFILL_TOKENS tokens."""
-    batches: list[list[Chunk]] = []
+def prefill_chunks(begins: list[int], lengths: list[int]) -> list[dict[int, range]]:
+    """Split sequences of the given lengths, from `begins` on, over forwards of at most PREFILL_TOKENS tokens.
+
+    Returns for each forward the positions that it computes, by index of the sequence, whose tokens it has in this
+    order, without padding. A sequence that does not fit is split.
+    """
+    forwards: list[dict[int, range]] = []
     used = PREFILL_TOKENS
     for sequence, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
         while begin < length:
             if used == PREFILL_TOKENS:
-                batches.append([])
+                forwards.append({})
                 used = 0
             stop = min(begin + PREFILL_TOKENS - used, length)
-            batches[-1].append(Chunk(sequence, begin, stop, used))
+            forwards[-1][sequence] = range(begin, stop)
             begin, used = stop, used + stop - begin
-    return batches
+    return forwards
 
 
-class ModelRunner:
-    """The rows that are being decoded: a token for each at every step. A row's index changes when earlier rows leave.
+class RunningSequences:
+    """The running sequences, in the order of `sequences`, and their columns.
 
-    longest: the most tokens that a row may have.
+    rows: int64 [n], of the request.
+    positions: int64 [n], the position of each next new token in its completion.
+    latest_tokens: int64 [n].
+    steps: tokens that have been appended to every sequence.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.sequences: list[Sequence] = []
+        self.rows, self.positions, self.latest_tokens = torch.zeros(3, 0, dtype=torch.int64, device=device)
+        self.steps = 0
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def append_columns(self, sequences: list[Sequence]) -> None:
+        """Append sequences whose next tokens follow their completions' `length`."""
+        self.sequences = self.sequences + sequences
+        more = torch.tensor([(each.row, each.length, 0) for each in sequences], device=self.device).unbind(1)
+        columns = self.rows, self.positions, self.latest_tokens
+        self.rows, self.positions, self.latest_tokens = (torch.cat(pair) for pair in zip(columns, more, strict=True))
+
+    def keep_columns(self, keep: list[int], kept: torch.Tensor) -> None:
+        """Remove all sequences but those with the indices `keep`, ascending; `kept` has them on the device."""
+        self.sequences = [self.sequences[index] for index in keep]
+        columns = self.rows, self.positions, self.latest_tokens
+        self.rows, self.positions, self.latest_tokens = (column[kept] for column in columns)
+
+
+class ModelRunner(RunningSequences):
+    """Sequences over blocks: a token for each at every step.
+
+    longest: the most tokens that a sequence may have.
+
+    lengths: int32 [n], tokens in the cache.
     """
 
     def __init__(self, decoder: AnyDecoder, block_pool: BlockPool, longest: int):
-        self.decoder, self.block_pool, self.device = decoder, block_pool, decoder.device
-        self.blocks: list[list[int]] = []
-        self.lengths = torch.zeros(0, dtype=torch.int32, device=self.device)  # tokens in the cache, by row
-        self.steps = 0
-        self.offsets: list[int] = []  # by row: tokens in the cache minus `steps`
-        self.num_free_slots = 0  # tokens that every row can still append without another block
+        super().__init__(decoder.device)
+        self.decoder, self.block_pool = decoder, block_pool
+        self.lengths = torch.zeros(0, dtype=torch.int32, device=self.device)
+        self.offsets: list[int] = []  # of each sequence: tokens in the cache minus `steps`
+        self.state_slots: Any = None  # int32 [n]; None without recurrent layers
+        self.num_free_slots = 0  # tokens that every sequence can still append without another block
         self.block_tables = BlockTables(blocks_for(longest), self.device)
 
-    def __len__(self) -> int:
-        return len(self.blocks)
-
-    def add(self, blocks: list[list[int]], lengths: list[int]) -> None:
-        """Append rows with these blocks, which hold `lengths` tokens each. The runner takes over the references."""
-        self.block_tables.add(blocks)
-        self.blocks += blocks
+    def add(self, sequences: list[Sequence], lengths: list[int]) -> None:
+        """Append sequences whose blocks hold `lengths` tokens each, and whose next tokens follow their completions'
+        `length`. The runner takes over the references to the blocks."""
+        self.block_tables.add([sequence.blocks for sequence in sequences])
         self.offsets += [length - self.steps for length in lengths]
-        more = torch.tensor(lengths, dtype=torch.int32, device=self.device)
-        self.lengths = torch.cat([self.lengths, more])
+        cached = torch.tensor(lengths, dtype=torch.int32, device=self.device)
+        self.lengths = torch.cat([self.lengths, cached])
+        self.append_columns(sequences)
         self._update()
 
-    def allocate_slots(self, tokens: int, max_blocks: Sequence[int] | None = None) -> None:
-        """Allocate blocks so that every row has room for `tokens` more.  max_blocks: the most blocks of each row."""
+    def allocate_slots(self, tokens: int) -> None:
+        """Allocate blocks so that every sequence has room for `tokens` more, or has its `max_blocks`."""
         if self.num_free_slots >= tokens:
             return
         entries: list[tuple[int, int, int]] = []
-        for row, (blocks, offset) in enumerate(zip(self.blocks, self.offsets, strict=True)):
-            needed = blocks_for(offset + self.steps + tokens)
-            missing = (needed if max_blocks is None else min(needed, max_blocks[row])) - len(blocks)
+        for row, (sequence, offset) in enumerate(zip(self.sequences, self.offsets, strict=True)):
+            needed, blocks = blocks_for(offset + self.steps + tokens), sequence.blocks
+            missing = min(needed, sequence.max_blocks) - len(blocks)
             if missing > 0:
                 more = self.block_pool.allocate(missing)
                 entries += ((row, column, block) for column, block in enumerate(more, len(blocks)))
@@ -158,9 +186,13 @@ class ModelRunner:
 
     def _update(self) -> None:
         """Update `num_free_slots` and `cu_seqlens` after the rows or their blocks have changed."""
-        spare = (len(own) * BLOCK_SIZE - offset for own, offset in zip(self.blocks, self.offsets, strict=True))
+        pairs = zip(self.sequences, self.offsets, strict=True)
+        spare = (len(sequence.blocks) * BLOCK_SIZE - offset for sequence, offset in pairs)
         self.num_free_slots = min(spare, default=0) - self.steps
         self.cu_seqlens = torch.arange(len(self) + 1, dtype=torch.int32, device=self.device)
+        if not self.block_pool.shares_prefixes:
+            slots = [sequence.state_slot for sequence in self.sequences]
+            self.state_slots = torch.tensor(slots, dtype=torch.int32, device=self.device)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Append a token, int64 [rows], to each row; returns the logits after it, float32 [rows, vocab]."""
@@ -168,34 +200,37 @@ class ModelRunner:
         self._advance(1)
         return self.decoder.decode(batch, self.block_pool.kv)
 
-    def sampled_steps(self, tokens: torch.Tensor, draws: Draws, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def sampled_steps(
+        self, tokens: torch.Tensor, sampling: SamplingState, steps: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append tokens, int64 [rows], sample the next ones, append these, and so on, up to `steps` times. The decoder
         must have `samples_in_kernel`.
 
-        Gives the tokens drawn, int64 [steps done, rows], and their logprobs, float32 [3, steps done, rows].
+        Returns the sampled tokens, int64 [steps done, rows], and their logprobs, float32 [3, steps done, rows].
         """
         steps_of: Any = self.decoder  # one with `samples_in_kernel`
-        drawn, logps = steps_of.decode_steps(self._batch(tokens), self.block_pool.kv, draws, steps)
+        drawn, logps = steps_of.decode_steps(self._batch(tokens), self.block_pool.kv, sampling, steps)
         self._advance(len(drawn))
         return drawn, logps
 
     def verified_steps(
-        self, tokens: torch.Tensor, draws: Draws, drafting: Drafting, steps: int, max_blocks: Sequence[int]
+        self, tokens: torch.Tensor, sampling: SamplingState, drafting: Drafting, steps: int
     ) -> VerifiedTokens:
         """Append tokens, int64 [rows], and drafts, keep those that are drawn, and so on, up to `steps` times. Rows get
-        different numbers of tokens.  max_blocks: the most blocks of each row."""
-        self.allocate_slots(most_new_tokens(draws, drafting, steps)[0], max_blocks)
-        verified = self.decoder.verify_steps(self._batch(tokens), self.block_pool.kv, draws, drafting, steps)
-        counts, done = verified.counts.tokens, len(verified.step_tokens)
-        self.lengths = self.lengths + torch.tensor(counts, dtype=torch.int32, device=self.device)
-        self.steps += done
-        self.offsets = [offset + count - done for offset, count in zip(self.offsets, counts, strict=True)]
+        different numbers of tokens."""
+        self.allocate_slots(steps * (1 + drafting.max_length))
+        verified = verify_steps(self.decoder, self._batch(tokens), self.block_pool.kv, sampling, drafting, steps)
+        self.lengths = self.lengths + torch.tensor(verified.counts, dtype=torch.int32, device=self.device)
+        self.steps += verified.steps
+        pairs = zip(self.offsets, verified.counts, strict=True)
+        self.offsets = [offset + count - verified.steps for offset, count in pairs]
         self._update()
         return verified
 
     def _batch(self, tokens: torch.Tensor) -> PackedBatch:
-        """The batch that appends a token to each row."""
-        return PackedBatch(tokens, self.lengths, self.cu_seqlens, self.lengths + 1, self.block_tables.rows())
+        """Return the batch that appends a token to each row."""
+        tables = self.block_tables.rows()
+        return PackedBatch(tokens, self.lengths, self.cu_seqlens, self.lengths + 1, tables, self.state_slots)
 
     def _advance(self, steps: int) -> None:
         """Count `steps` tokens that are appended to every row."""
@@ -203,14 +238,15 @@ class ModelRunner:
         self.steps += steps
         self.num_free_slots -= steps
 
-    def keep(self, stay: list[int]) -> None:
-        """Keep the rows with these indices, ascending; remove the others, and give back their blocks."""
-        staying = set(stay)
-        for row, blocks in enumerate(self.blocks):
-            if row not in staying:
-                self.block_pool.free(blocks)
-        self.blocks, self.offsets = [self.blocks[row] for row in stay], [self.offsets[row] for row in stay]
-        kept = torch.tensor(stay, dtype=torch.int64, device=self.device)
+    def remove_finished(self, keep: list[int]) -> None:
+        """Remove all sequences but those with the indices `keep`, ascending, and free their blocks."""
+        for index in sorted(set(range(len(self))) - set(keep)):
+            self.block_pool.free(self.sequences[index].blocks)
+            self.block_pool.free_states([self.sequences[index].state_slot])
+            self.sequences[index].blocks = []
+        self.offsets = [self.offsets[index] for index in keep]
+        kept = torch.tensor(keep, dtype=torch.int64, device=self.device)
+        self.keep_columns(keep, kept)
         self.lengths = self.lengths[kept]
         self.block_tables.keep(kept)
         self._update()
@@ -227,15 +263,15 @@ class BlockTables:
         self.memory = torch.zeros(0, 0, dtype=torch.int32, device=device)  # [rows, blocks], unused entries undefined
 
     def rows(self) -> torch.Tensor:
-        """The block tables, int32 [rows, blocks], contiguous. Entries after a row's last block are undefined."""
+        """Return the block tables, int32 [rows, blocks], contiguous. Entries after a row's last block are undefined."""
         return self.memory[: self.count]
 
     def add(self, blocks: list[list[int]]) -> None:
         """Append rows with these blocks."""
         self._grow(self.count + len(blocks), max(map(len, blocks), default=0))
         first, self.count = self.count, self.count + len(blocks)
-        own = table_of(blocks, self.memory.device)
-        self.memory[first : self.count, : own.shape[1]] = own
+        tables = table_of(blocks, self.memory.device)
+        self.memory[first : self.count, : tables.shape[1]] = tables
 
     def write(self, entries: list[tuple[int, int, int]]) -> None:
         """Write entries, (row, column, block) each."""
@@ -246,9 +282,9 @@ class BlockTables:
         at = torch.tensor([rows, columns], device=self.memory.device)
         self.memory[at[0], at[1]] = torch.tensor(blocks, dtype=torch.int32, device=self.memory.device)
 
-    def keep(self, stay: torch.Tensor) -> None:
+    def keep(self, indices: torch.Tensor) -> None:
         """Keep the rows with these indices, int64 [n], ascending; they move up."""
-        kept = self.rows()[stay]
+        kept = self.rows()[indices]
         self.count = len(kept)
         self.memory[: self.count] = kept
 

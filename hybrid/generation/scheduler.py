@@ -8,44 +8,58 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
 from hybrid.decoders.batch import BLOCK_SIZE
 from hybrid.decoders.drafts import Drafting, VerifiedTokens
 from hybrid.decoders.fused_model import AnyDecoder
+from hybrid.environments.stepping import EnvironmentLoop, StepResult
 from hybrid.generation.block_pool import BlockPool, blocks_for
-from hybrid.generation.completions import CompletionBuffers, Completions, RowOutcome, Turn
-from hybrid.generation.draws import TokenDraws
-from hybrid.generation.environments import EnvironmentLoop, Stepped
+from hybrid.generation.completions import (
+    CompletionBuffers,
+    Completions,
+    InvalidLogitsError,
+    Penalties,
+    without_tokens,
+)
 from hybrid.generation.model_runner import ModelRunner, prefill
-from hybrid.generation.request import Quota, Request
-from hybrid.generation.routing import RoutedRows
-from hybrid.generation.sampler import SamplerOutput, mixed, of_all_rows, sample_tokens, selective_log_softmax
+from hybrid.generation.request import Processors, Request, StopCondition
+from hybrid.generation.routing import read_router_indices
+from hybrid.generation.sequence import Sequence, Turn
 from hybrid.generation.speculation import Speculation, Speculator
-from hybrid.parallel import InferenceGroup
-from hybrid.profiling import Phase
+from hybrid.models.model_inputs import RowInputs
+from hybrid.runtime.errors import UserCodeError
+from hybrid.runtime.interrupts import INTERRUPTS
+from hybrid.runtime.parallel import InferenceGroup, raise_together
+from hybrid.runtime.profiling import Phase
+from hybrid.sampling.sampler import SamplerOutput, key_after_fork, of_all_rows, sample_tokens, selective_log_softmax
+from hybrid.sampling.state import SamplingState
 
 STEPS_ON_DEVICES = 8  # decode steps between two checks for ended sequences
 STEPS_IN_KERNEL = 16  # the same where kernels sample; a keyboard interrupt waits for them
+NO_LOGITS = torch.empty(0)  # of a prompt that is not prefilled
 CHECKED_STEPS = 32  # ranks that decode one batch compare their tokens every so many steps
 
 
 @dataclass
 class SequenceGroup:
-    """Rows with the same tokens: those that wait, and the tokens' blocks and logits once they are prefilled.
+    """Waiting sequences with the same tokens and images, and the tokens' blocks and logits once they are prefilled.
 
-    token_ids: int64 [n] on the host: the prompt, and the `begun` tokens of the completion that the rows already have.
-    blocks_per_row: the most blocks that a row may need.
+    token_ids: int64 [n] on the host: the prompt, and the tokens that each sequence's completion already has.
+    blocks_per_row: the most blocks that a sequence may need.
+    state_slot: of the recurrent states after the tokens, while `blocks` are there.
     """
 
     token_ids: torch.Tensor
-    begun: int
-    waiting: list[int]
+    waiting: list[Sequence]
     blocks_per_row: int = 0
     blocks: list[int] = field(default_factory=list)
-    logits: torch.Tensor | None = None  # after the tokens, float32 [vocab]
+    state_slot: int = 0
+    logits: torch.Tensor = NO_LOGITS  # after the tokens, float32 [vocab]
+    model_inputs: RowInputs = field(default_factory=dict)  # besides token ids: the model's own forward prefills
+    cached: Any = None  # the tokens' NativeRows of one row, where the model's own forward runs and other rows wait
 
     @property
     def num_full_blocks(self) -> int:
@@ -54,27 +68,30 @@ class SequenceGroup:
 
 
 def group_by_prompt(
-    contexts: list[torch.Tensor], begun: list[int], limits: list[int], rows: list[int]
+    sequences: list[Sequence], contexts: list[torch.Tensor], inputs_of: Callable[[int], RowInputs]
 ) -> list[SequenceGroup]:
-    """Rows grouped by equal tokens, in the order of first appearance.
+    """Group sequences by equal tokens and the same inputs besides them, in the order of first appearance.
 
-    contexts, begun: as SequenceGroup's, of each row.  limits: the most tokens of each row's completion.
+    contexts: `token_ids` of each.  inputs_of: returns a row's inputs besides token ids.
     """
-    groups: dict[tuple[bytes, int], SequenceGroup] = {}
-    for row, token_ids, length, limit in zip(rows, contexts, begun, limits, strict=True):
-        key = token_ids.numpy().tobytes(), length
-        group = groups.setdefault(key, SequenceGroup(token_ids, length, []))
-        group.blocks_per_row = max(group.blocks_per_row, blocks_for(len(token_ids) - length + limit))
-        group.waiting.append(row)
+    groups: dict[tuple[bytes, int, int], SequenceGroup] = {}
+    for sequence, token_ids in zip(sequences, contexts, strict=True):
+        model_inputs = inputs_of(sequence.row)
+        key = token_ids.numpy().tobytes(), sequence.length, id(model_inputs)
+        group = groups.setdefault(key, SequenceGroup(token_ids, [], model_inputs=model_inputs))
+        longest = len(token_ids) - sequence.length + sequence.limit
+        group.blocks_per_row = max(group.blocks_per_row, blocks_for(longest))
+        group.waiting.append(sequence)
     return list(groups.values())
 
 
 @dataclass
-class OpenQuota:
-    """A Quota that is not reached yet.
+class StopTracker:
+    """A StopCondition that is not reached yet.
 
     group_of: for each row that has not ended, the rows of its group.  missing: how many rows of each group have not
-    ended.  left: groups that must still end.  asks: as Quota's.  complete: groups of which it has not been asked yet.
+    ended.  left: groups that must still end.  asks: as StopCondition's.  complete: groups that the caller has neither
+    accepted nor refused yet.
     """
 
     group_of: dict[int, tuple[int, ...]]
@@ -84,13 +101,13 @@ class OpenQuota:
     complete: list[tuple[int, ...]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, quota: Quota) -> "OpenQuota":
-        """A quota of which no row has ended."""
-        group_of = {row: group for group in quota.groups for row in group}
-        return cls(group_of, {group: len(group) for group in quota.groups}, quota.count, quota.asks)
+    def of(cls, condition: StopCondition) -> "StopTracker":
+        """Return the tracker of a condition before any row has ended."""
+        group_of = {row: group for group in condition.groups for row in group}
+        return cls(group_of, {group: len(group) for group in condition.groups}, condition.count, condition.asks)
 
     def end(self, row: int) -> None:
-        """A row has ended."""
+        """Count a row that has ended."""
         group = self.group_of.pop(row, None)
         if group is None:
             return
@@ -102,38 +119,23 @@ class OpenQuota:
         else:
             self.left -= 1
 
-    def ask(self, counts: Callable[[list[int]], bool]) -> None:
-        """Count the complete groups for which `counts` gives True."""
-        complete, self.complete = self.complete, []
-        for group in complete:
-            self.left -= bool(counts(list(group)))
-
-
-class Checked(NamedTuple):
-    """A running sequence as `check` finds it.
-
-    count: tokens of its row's completion so far.  length: the same, if the sequence is done, up to its end.
-    left: tokens until its limit.  is_done: it has a stop token (has_stopped) or has reached its limit.
-    """
-
-    row: int
-    count: int  # type: ignore[assignment]  # not tuple.count
-    length: int
-    left: int
-    is_done: int
-    has_stopped: int
-
 
 class Scheduler:
-    """Decodes a request: its rows wait, run, and leave once they have finished.
+    """Decodes a request: its sequences wait, run, and leave once they have finished.
+
+    Its fields are many: the request and the parts that run it (decoder, block pool, runner, environment, speculation),
+    the settings of a run, and the state: `sequences`, the waiting ones, the columns of all rows (`buffers`), the stop
+    conditions, and the rows whose end has not been reported.
 
     max_num_seqs: sequences that run at once.
     num_scheduler_steps: the most decode steps between two checks for finished rows. By default 1 on CPUs, unless the
         kernels sample, which stop by themselves, and more on devices, which a check waits for.
     environment: of the rows, if the request has limits for one.
     on_end: called with rows that are done for good, and their results so far.
-    counts: called with the rows of a complete group, and the results so far, where a quota asks.
+    accept_group: called with the rows of a complete group, and the results so far, where a stop condition asks.
     speculator: decides where steps verify drafts; None: nowhere.
+    input_prefill: `InputPrefill.prefill`, for prompts with inputs besides token ids; None: there are none, or the
+        model's own forward decodes too.
     """
 
     def __init__(
@@ -146,92 +148,119 @@ class Scheduler:
         num_scheduler_steps: int | None = None,
         environment: EnvironmentLoop | None = None,
         on_end: Callable[[list[int], Completions], None] | None = None,
-        counts: Callable[[list[int], Completions], bool] | None = None,
+        accept_group: Callable[[list[int], Completions], bool] | None = None,
         speculator: Speculator | None = None,
+        input_prefill: Callable[[torch.Tensor, RowInputs, int], tuple[list[int], torch.Tensor]] | None = None,
     ):
-        if not decoder.samples_with_penalties:
-            request = request.with_processors()
+        self.input_prefill = input_prefill
         self.request, self.decoder, self.block_pool = request, decoder, block_pool
-        self.max_num_seqs, self.phase = max_num_seqs, phase
-        self.samples_in_kernel = decoder.samples_in_kernel and request.processors is None
+        self.max_num_seqs = block_pool.num_seqs_within_limit(request.longest, max_num_seqs)
+        self.phase = phase
+        self.environment, self.on_end, self.accept_group = environment, on_end, accept_group
+        # A graph samples from slices of the vocabulary with one setting for all rows.
+        can_mix = decoder.vocabulary is None or decoder.vocabulary.group.shares_memory
+        params = request.row_params()
+        suppressed = request.suppressed  # which samplers do not know
+        in_sampler = decoder.samples_with_penalties and suppressed is None
+        penalizes = not in_sampler and params.has_penalties(len(request.stop_token_ids) > 0)
+        is_known = (
+            request.processors is None and suppressed is None and not penalizes and (can_mix or params.is_uniform)
+        )
+        self.samples_in_kernel = decoder.samples_in_kernel and is_known
         self.continues_past_ends = self.samples_in_kernel and decoder.continues_past_ends
         on_cpu = STEPS_IN_KERNEL if self.samples_in_kernel else 1
         usual = on_cpu if decoder.device.type == "cpu" else STEPS_ON_DEVICES
         self.num_scheduler_steps = num_scheduler_steps or usual
-        self.environment, self.on_end, self.counts = environment, on_end, counts
-        self.outcomes = [RowOutcome() for _ in request.prompt_lengths]
+        limits = request.limits.tolist()
+        self.sequences = [Sequence(row=row, limit=limit) for row, limit in enumerate(limits)]
         device = decoder.device
-        self.runner = ModelRunner(decoder, block_pool, request.longest)
-        self.buffers = CompletionBuffers(request, device, slack=self.num_scheduler_steps)
-        self.running: list[tuple[int, int]] = []  # as of the last check: row and tokens of each running sequence
-        self.speculation = None if speculator is None or request.runs_user_code else self.speculation_by(speculator)
-        # By running sequence: its row of the request, the position of its next new token, and its latest token.
-        self.rows, self.positions, self.latest_tokens = torch.zeros(3, 0, dtype=torch.int64, device=device)
-        self.checksum = torch.zeros((), dtype=torch.int64, device=device)  # of all tokens, if ranks draw the same
-        self.sampling_keys = request.sampling_keys
-        # By row: the most tokens of its completion, and of its completion as of the end of its turn.
-        self.row_limits, self.limits = request.limits_of_rows().tolist(), request.limits_of_rows().clone()
-        # As of the last check: until a running sequence reaches its limit; where steps go on after ends, until all do.
-        self.steps_left = request.max_new_tokens
-        self.max_blocks: list[int] = []  # by running sequence: the most blocks that it may need
-        self.routed = RoutedRows() if request.return_router_indices else None
+        self.runner = self.new_runner()
+        self.buffers = CompletionBuffers(request, device, self.num_scheduler_steps, decoder.group is not None)
+        self.params = params if in_sampler else params.without_penalties()
+        self.stop_token_ids = request.stop_token_ids
+        assert request.processors is None or not penalizes, "processors of `generate()` come without penalties"
+        self.processors = Penalties(params, request.stop_token_ids, self.buffers) if penalizes else request.processors
+        if suppressed is not None:
+            self.processors = partial(without_tokens, suppressed, self.processors)
+        self.pending_env = set() if environment is None else environment.pending  # rows
+        self.steps_left = request.max_new_tokens  # until a running sequence ends, or, in kernels on devices, until all
+        # Drafts are verified where a draw depends on its key, position and logits alone.
+        # A draft that is refused would need the recurrent states before it.
+        drafts = self.processors is None and not self.params.penalizes and block_pool.shares_prefixes
+        self.speculation = self.speculation_by(speculator) if speculator is not None and drafts else None
         self.waiting: list[SequenceGroup] = []
-        self.quotas = [OpenQuota.of(quota) for quota in request.quotas]
-        self.ended: list[int] = []  # rows, since the last call of `on_end`
+        self.stop_trackers = [StopTracker.of(condition) for condition in request.stop_conditions]
+        self.ended: list[int] = []  # rows since the last call of `on_end`
+        self.report_error: BaseException | None = None  # of `on_end`, where other ranks decode the same batch
         for row, failure in request.failures.items():
-            self.outcomes[row].error = failure.error
-            self.end_row(row, failure.reason)
+            self.sequences[row].error = failure.error
+            self.end_row(self.sequences[row], failure.reason)
+
+    def new_runner(self) -> Any:
+        """Return the runner of this request's sequences."""
+        return ModelRunner(self.decoder, self.block_pool, self.request.longest)
 
     def run(self) -> Completions:
-        """Decode all rows."""
-        rows = [row for row, outcome in enumerate(self.outcomes) if outcome.reason == "unfinished"]
-        begun = self.request.begun_lengths()
-        self.wait(rows, [begun[row] for row in rows])
+        """Decode all rows. Raises InvalidLogitsError at the end if a row had invalid logits."""
+        waiting = [sequence for sequence in self.sequences if sequence.reason == "unfinished"]
+        for sequence, length in zip(self.sequences, self.request.partial_lengths(), strict=True):
+            sequence.length = length if sequence.reason == "unfinished" else 0
+        self.add_waiting(waiting)
+        self.reserve()
+        with self.phase("decode"):
+            while self.waiting or len(self.runner) or self.pending_env:
+                INTERRUPTS.raise_pending()
+                if self.environment is not None and self.pending_env:
+                    self.receive(self.environment)
+                self.step()
+        if invalid_steps := {sequence.row: sequence.length for sequence in self.sequences if sequence.is_invalid}:
+            raise InvalidLogitsError(invalid_steps)
+        if self.speculation is not None:
+            self.speculation.remember(self.buffers.whole(self.sequences))
+        if self.report_error is not None:
+            raise UserCodeError from self.report_error
+        return self.buffers.completions(self.sequences)
+
+    def step(self) -> None:
+        """Admit waiting sequences, and decode the running ones until one of them may have ended."""
+        if self.waiting:
+            with self.phase("prefill"):
+                self.admit()
+        if len(self.runner):
+            self.decode()
+
+    def grouped(self, sequences: list[Sequence]) -> list[SequenceGroup]:
+        """Return sequences by equal tokens so far."""
+        rows, lengths = [each.row for each in sequences], [each.length for each in sequences]
+        return group_by_prompt(sequences, self.buffers.contexts(rows, lengths), self.request.inputs_of)
+
+    def add_waiting(self, sequences: list[Sequence]) -> None:
+        """Put sequences at the front of the admission queue."""
+        self.waiting = self.grouped(sequences) + self.waiting
+        if self.environment is not None and (turn_limit := self.environment.limits.max_turn_tokens) is not None:
+            rows = [each.row for each in sequences]
+            of_turn = [min(each.limit, each.length + turn_limit) for each in sequences]
+            self.buffers.limits[rows] = torch.tensor(of_turn, device=self.buffers.limits.device)
+
+    def reserve(self) -> None:
+        """Reserve the memory of the whole request."""
+        num_rows = sum(len(group.waiting) for group in self.waiting)
+        self.block_pool.reserve_states(min(self.max_num_seqs, num_rows) + 1)
         self.block_pool.reserve_call(self.max_blocks_in_use())
         self.decoder.reserve(self.request.longest)
-        with self.phase("decode"):
-            while self.waiting or len(self.runner) or self.num_away:
-                if self.num_away:
-                    self.receive()
-                if self.waiting:
-                    with self.phase("prefill"):
-                        self.admit()
-                if len(self.runner):
-                    self.decode()
-        if self.speculation is not None:
-            self.speculation.remember(self.buffers.whole())
-        return self.completions()
-
-    def completions(self) -> Completions:
-        """All rows, as far as they are."""
-        router_indices = None if self.routed is None else self.routed.in_order(len(self.outcomes))
-        return replace(self.buffers.completions(self.outcomes), router_indices=router_indices)
-
-    @property
-    def num_away(self) -> int:
-        """Rows that wait for their environment."""
-        return 0 if self.environment is None else len(self.environment.away)
-
-    def wait(self, rows: list[int], begun: list[int]) -> None:
-        """Let rows wait for admission, before those that do.  begun: the tokens that each row's completion has."""
-        contexts, limits = self.buffers.contexts(rows, begun), [self.row_limits[row] for row in rows]
-        self.waiting = group_by_prompt(contexts, begun, limits, rows) + self.waiting
-        if self.environment is not None and (most := self.environment.limits.max_turn_tokens) is not None:
-            of_turn = [min(limit, own + most) for limit, own in zip(limits, begun, strict=True)]
-            self.limits[rows] = torch.tensor(of_turn, device=self.limits.device)
 
     def max_blocks_in_use(self) -> int:
-        """The most blocks that are in use at once, in whatever order sequences end.
+        """Return the most blocks that are in use at once, in whatever order sequences end.
 
         Counted are each running sequence's own blocks, each running prompt's shared blocks, and, if rows wait, the
         blocks that their group keeps for them.
         """
-        # Rows whose environment runs leave their blocks in the pool: room for as many as run.
+        # Rows whose environment runs leave their blocks in the pool: room for another `max_num_seqs` of them.
         num_seqs = self.max_num_seqs * (1 if self.environment is None else 2)
-        own = [group.blocks_per_row - group.num_full_blocks for group in self.waiting for _ in group.waiting]
+        of_rows = [group.blocks_per_row - group.num_full_blocks for group in self.waiting for _ in group.waiting]
         shared = sorted((group.num_full_blocks for group in self.waiting), reverse=True)
-        waits = len(own) > num_seqs
-        return sum(sorted(own, reverse=True)[:num_seqs]) + sum(shared[: num_seqs + waits]) + waits
+        waits = len(of_rows) > num_seqs
+        return sum(sorted(of_rows, reverse=True)[:num_seqs]) + sum(shared[: num_seqs + waits]) + waits
 
     # ------------------------------------------------------------- admitting
 
@@ -240,25 +269,45 @@ class Scheduler:
         admitted = self.schedule()
         if not admitted and len(self.runner):
             return
-        admitted = admitted or [self.oversized_row()]
-        if new := [group for group, _ in admitted if not group.blocks]:
-            blocks, logits = prefill(self.decoder, self.block_pool, [group.token_ids for group in new])
-            for group, own, after in zip(new, blocks, logits, strict=True):
-                group.blocks, group.logits = own, after
-        for group, rows in admitted:
-            self.allocate(group, rows)
-        begun = [(row, group.begun, 0) for group, rows in admitted for row in rows]
-        more = torch.tensor(begun, device=self.rows.device).unbind(1)
-        running = self.rows, self.positions, self.latest_tokens
-        self.rows, self.positions, self.latest_tokens = (torch.cat(pair) for pair in zip(running, more, strict=True))
-        self.sample(torch.cat([group.logits.expand(len(rows), -1) for group, rows in admitted]), len(begun))
+        logits = self.start(admitted or [self.oversized_row()])
+        self.sample(logits, len(logits))
         self.waiting = [group for group in self.waiting if group.waiting]
-        self.finish(self.check(1), 1)
+        self.check(1, 1)
+        self.finish(1)
 
-    def schedule(self) -> list[tuple[SequenceGroup, list[int]]]:
-        """Remove from the waiting rows, in their order, those that fit now, and return them by group."""
-        admitted: list[tuple[SequenceGroup, list[int]]] = []
-        num_seqs, free_blocks = self.max_num_seqs - len(self.runner), self.num_free_blocks()
+    def start(self, admitted: list[tuple[SequenceGroup, list[Sequence]]]) -> torch.Tensor:
+        """Prefill groups and append their sequences to the runner; returns the logits after the tokens of each
+        sequence, [sequences, vocab]."""
+        if new := [group for group, _ in admitted if not group.blocks]:
+            self.prefill(new)
+        for group, sequences in admitted:
+            self.allocate(group, sequences)
+        lengths = [len(group.token_ids) for group, sequences in admitted for _ in sequences]
+        self.runner.add([sequence for _, sequences in admitted for sequence in sequences], lengths)
+        return torch.cat([group.logits.expand(len(sequences), -1) for group, sequences in admitted])
+
+    def prefill(self, groups: list[SequenceGroup]) -> None:
+        """Compute the blocks, states and logits of groups."""
+        slots = self.block_pool.allocate_states(len(groups))
+        for group, slot in zip(groups, slots, strict=True):
+            group.state_slot = slot
+        texts = [group for group in groups if not group.model_inputs]
+        if texts:
+            prompts = [group.token_ids for group in texts], [group.state_slot for group in texts]
+            for group, blocks, logits in zip(texts, *prefill(self.decoder, self.block_pool, *prompts), strict=True):
+                group.blocks, group.logits = blocks, logits
+        for group in groups:
+            if group.model_inputs:
+                assert self.input_prefill is not None, "the decoder reads token ids"
+                INTERRUPTS.raise_pending()
+                prompt = group.token_ids, group.model_inputs, group.state_slot
+                group.blocks, group.logits = self.input_prefill(*prompt)
+
+    def schedule(self) -> list[tuple[SequenceGroup, list[Sequence]]]:
+        """Remove the waiting sequences that fit now, in their order, and return them by group. Blocks that running
+        sequences may still need are not free."""
+        admitted: list[tuple[SequenceGroup, list[Sequence]]] = []
+        num_seqs, free_blocks = self.max_num_seqs - len(self.runner), self.free_blocks()
         for group in self.waiting:
             count = min(num_seqs, len(group.waiting))
             while count and self.blocks_needed(group, count) > free_blocks:
@@ -272,23 +321,23 @@ class Scheduler:
                 break
         return admitted
 
-    def oversized_row(self) -> tuple[SequenceGroup, list[int]]:
+    def free_blocks(self) -> float:
+        """Return the blocks that running sequences do not need."""
+        if self.block_pool.limit is None:
+            return math.inf
+        promised = sum(each.max_blocks - len(each.blocks) for each in self.runner.sequences)
+        return self.block_pool.limit - self.block_pool.num_used - promised
+
+    def oversized_row(self) -> tuple[SequenceGroup, list[Sequence]]:
         """Remove and return the first waiting row, which fits only without the blocks that its group would keep for its
         other rows. Their prompt is prefilled again."""
         group = self.waiting[0]
-        alone, row = replace(group, waiting=[]), group.waiting.pop(0)
-        group.blocks, group.logits = [], None
-        return alone, [row]
-
-    def num_free_blocks(self) -> float:
-        """Blocks that are neither in use nor promised to running sequences; infinity without a limit."""
-        if self.block_pool.limit is None:
-            return math.inf
-        promised = sum(self.max_blocks) - sum(map(len, self.runner.blocks))
-        return self.block_pool.limit - self.block_pool.num_used - promised
+        alone, sequence = replace(group, waiting=[]), group.waiting.pop(0)
+        group.blocks, group.logits = [], NO_LOGITS
+        return alone, [sequence]
 
     def blocks_needed(self, group: SequenceGroup, count: int) -> int:
-        """Additional blocks that a group may need for `count` of its rows.
+        """Return additional blocks that a group may need for `count` of its rows.
 
         Full blocks of the prompt are shared; while other rows of the group wait, the group keeps the last, partly
         filled block.
@@ -297,17 +346,20 @@ class Scheduler:
         kept = blocks_for(len(group.token_ids)) - full if count < len(group.waiting) else 0
         return full + count * (group.blocks_per_row - full) + kept - len(group.blocks)
 
-    def allocate(self, group: SequenceGroup, rows: list[int]) -> None:
+    def allocate(self, group: SequenceGroup, sequences: list[Sequence]) -> None:
         """Give rows of a prefilled group their blocks: full blocks are shared, the last one, which decoding writes to,
-        is copied; the group's last row takes the group's own."""
+        is copied, and so are recurrent states; the group's last row takes the group's own."""
         full, partial = group.blocks[: group.num_full_blocks], group.blocks[group.num_full_blocks :]
         is_last = not group.waiting
-        copies = [self.block_pool.allocate(len(partial)) for _ in rows[is_last:]]
+        copies = [self.block_pool.allocate(len(partial)) for _ in sequences[is_last:]]
         self.block_pool.copy(partial * sum(map(len, copies)), [block for blocks in copies for block in blocks])
-        for _ in rows[is_last:]:
+        for _ in sequences[is_last:]:
             self.block_pool.ref(full)
-        self.runner.add([full + blocks for blocks in copies + [partial] * is_last], [len(group.token_ids)] * len(rows))
-        self.max_blocks += [group.blocks_per_row] * len(rows)
+        slots = self.block_pool.allocate_states(len(copies))
+        self.block_pool.copy_states(group.state_slot, slots)
+        slots += [group.state_slot] * is_last
+        for sequence, blocks, slot in zip(sequences, copies + [partial] * is_last, slots, strict=True):
+            sequence.blocks, sequence.max_blocks, sequence.state_slot = full + blocks, group.blocks_per_row, slot
         if is_last:
             group.blocks = []
 
@@ -316,55 +368,66 @@ class Scheduler:
     def decode(self) -> None:
         """Decode by single steps or by steps that verify drafts, then remove the sequences that have ended."""
         start = time.perf_counter()
-        drafting = None if self.speculation is None else self.plan_drafts()
-        start = time.perf_counter() if drafting is None else start
-        verified = None if drafting is None else self.verify(drafting)
-        steps = self.single_steps() if verified is None else len(verified.step_tokens)
+        verified = None
+        if self.speculation is not None and self.may_verify():
+            running = ((sequence.row, sequence.length) for sequence in self.runner.sequences)
+            drafting = self.speculation.plan(*zip(*running, strict=True))
+            start = time.perf_counter() if drafting is None else start
+            verified = None if drafting is None else self.verify(self.speculation, drafting)
+        steps = self.single_steps() if verified is None else verified.steps
         if self.decoder.group is not None and self.runner.steps % CHECKED_STEPS < steps:
-            self.require_same_tokens(self.decoder.group)
+            self.agree(self.decoder.group)
         unchecked = steps if verified is None else 1  # verification ends with the step that draws a stop token
-        sequences = self.check(unchecked)
+        self.check(unchecked, steps if verified is None else max(verified.counts))
         if self.speculation is not None:
-            self.speculation.observe([each.row for each in sequences], steps, verified, time.perf_counter() - start)
-        self.finish(sequences, unchecked)
+            rows = [sequence.row for sequence in self.runner.sequences]
+            self.speculation.observe(rows, steps, verified, time.perf_counter() - start)
+        self.finish(unchecked)
+
+    def may_verify(self) -> bool:
+        """Whether steps may verify drafts: not with stop conditions, as other rows could end first."""
+        return not self.stop_trackers
 
     def single_steps(self) -> int:
-        """Decode up to `num_scheduler_steps` tokens for every sequence; gives how many."""
+        """Decode up to `num_scheduler_steps` tokens for every sequence; return how many."""
         steps = min(self.num_scheduler_steps, self.steps_left)
-        self.runner.allocate_slots(steps, self.max_blocks)
+        self.runner.allocate_slots(steps)
         if self.samples_in_kernel:
-            tokens, logps = self.runner.sampled_steps(self.latest_tokens, self.draws(len(self.runner)), steps)
+            state = self.sampling_state(len(self.runner))
+            tokens, logps = self.runner.sampled_steps(self.runner.latest_tokens, state, steps)
             steps = len(tokens)
             self.record(tokens, logps)
         else:
             for _ in range(steps):
-                self.sample(self.runner.step(self.latest_tokens), len(self.runner))
+                self.sample(self.runner.step(self.runner.latest_tokens), len(self.runner))
         return steps
 
-    def draws(self, count: int) -> TokenDraws:
-        """How the next tokens of the last `count` running sequences are sampled."""
-        request, rows, positions = self.request, self.rows[-count:], self.positions[-count:]
-        return TokenDraws(
-            keys=self.sampling_keys[rows],
+    def sampling_state(self, count: int) -> SamplingState:
+        """Return the sampling of the next tokens of the last `count` running sequences."""
+        request, rows, positions = self.request, self.runner.rows[-count:], self.runner.positions[-count:]
+        return SamplingState(
+            keys=self.buffers.sampling_keys[rows],
             positions=positions,
-            limits=self.limits[rows],
-            stop_token_ids=request.stop_token_ids,
+            limits=self.buffers.limits[rows],
+            stop_token_ids=self.stop_token_ids,
             pad_token_id=request.pad_token_id,
-            metadata=request.sampling_metadata,
-            token_ids=None if not self.penalizes else self.buffers.token_ids(rows, positions),
+            params=self.params.select(rows),
+            token_ids=None if not self.params.penalizes else self.buffers.token_ids(rows, positions),
             vocabulary=self.decoder.vocabulary,
             in_kernels=self.continues_past_ends,
-            process=None if request.processors is None else self.sample_drafts,
         )
 
-    @property
-    def penalizes(self) -> bool:
-        """Whether a draw depends on the tokens before it."""
-        return self.request.sampling_metadata.repetition_penalty != 1.0
+    def agree(self, group: InferenceGroup) -> None:
+        """Go on only if every rank of the group does. A collective.
 
-    def require_same_tokens(self, group: InferenceGroup) -> None:
-        """Raise RuntimeError, on every rank of the group, unless the ranks have drawn the same tokens. A collective."""
-        checksums = group.gather(self.checksum).tolist()
+        Raises, on every rank, the error that is to stop one of them, or RankFailedError; RuntimeError unless the ranks
+        have drawn the same tokens.
+        """
+        error, checksum = self.report_error or INTERRUPTS.taken(), self.buffers.checksum
+        local = torch.stack([checksum, torch.full_like(checksum, error is not None)])
+        checksums, stops = zip(*group.gather(local).tolist(), strict=True)
+        if any(stops):
+            raise_together(error, group.group)
         if different := [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]:
             raise RuntimeError(
                 f"ranks that decode one batch have drawn different tokens by step {self.runner.steps}: ranks "
@@ -374,281 +437,262 @@ class Scheduler:
 
     def sample(self, logits: torch.Tensor, count: int) -> None:
         """Sample a token for each of the last `count` sequences from their logits [count, vocab]."""
-        rows, positions = self.rows[-count:], self.positions[-count:]
-        request = self.request
+        rows, positions = self.runner.rows[-count:], self.runner.positions[-count:]
         if self.continues_past_ends:
-            drawn = self.draws(count).drawn(logits)
-        elif request.processors is None:
-            settings = self.sampling_keys[rows], positions, request.sampling_metadata, self.decoder.vocabulary
-            drawn = sample_tokens(logits, *settings)
+            sampled = self.sampling_state(count).sample(logits)
         else:
-            drawn = self.sample_processed(logits, rows, positions)
-        self.record(drawn.tokens[None], drawn.logps()[:, None])
+            sampled = self.sampled(logits, rows, positions)
+        self.record(sampled.tokens[None], sampled.logps()[:, None])
+
+    def sampled(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> SamplerOutput:
+        """Return the next tokens of `rows` int64 [n], at `positions` int64 [n], drawn from their logits [n, vocab]."""
+        if self.processors is not None:
+            return self.sample_processed(self.processors, logits, rows, positions)
+        settings = self.buffers.sampling_keys[rows], positions, self.params.select(rows), self.decoder.vocabulary
+        return sample_tokens(logits, *settings)
 
     def record(self, tokens: torch.Tensor, logps: torch.Tensor) -> None:
         """Add new tokens, int64 [steps, n], of the last n sequences, and their logprobs, float32 [3, steps, n]."""
         steps, count = tokens.shape
-        rows, next_positions = self.rows[-count:], self.positions[-count:]
+        rows, next_positions = self.runner.rows[-count:], self.runner.positions[-count:]
         positions = next_positions + torch.arange(steps, device=rows.device)[:, None]  # [steps, n]
-        self.write(rows, positions, tokens, logps)
-        self.latest_tokens[-count:] = tokens[-1]
+        self.buffers.record(rows, positions, tokens, logps)
+        self.runner.latest_tokens[-count:] = tokens[-1]
         next_positions += steps
 
-    def write(self, rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, logps: torch.Tensor) -> None:
-        """Write new tokens to the buffers, and count them in where ranks compare their tokens. As `record` there."""
-        self.buffers.record(rows, positions, tokens, logps)
-        if self.decoder.group is not None:
-            self.checksum.mul_(31).add_(((rows + 1) * (positions + 1 + tokens)).sum())
+    def sample_processed(
+        self, processors: Processors, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+    ) -> SamplerOutput:
+        """Return the tokens of `rows` int64 [n], drawn from their logits [n, vocab] after processors.
 
-    def sample_processed(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> SamplerOutput:
-        """Tokens of `rows` int64 [n], drawn from their logits [n, vocab] after processors.
-
-        Processors read logits of the whole vocabulary. Where ranks have slices of it, each rank draws for some rows.
+        Processors get rows of one length at a time, as in Hugging Face's batches, with logits of the whole vocabulary.
+        Where ranks have slices of it, each rank draws for some rows.
         """
-        request, vocabulary, count = self.request, self.decoder.vocabulary, len(rows)
+        vocabulary, count = self.decoder.vocabulary, len(rows)
         if vocabulary is not None:
-            own_rows, logits = vocabulary.whole_of_own_rows(logits)
-            rows, positions = rows[own_rows], positions[own_rows]
-        scores = self.processed(logits, rows, positions)
-        drawn = sample_tokens(scores, self.sampling_keys[rows], positions, request.sampling_metadata)
-        drawn = replace(
-            drawn,
-            old_logps=selective_log_softmax(logits / request.logprob_temperature, drawn.tokens),
-            raw_logps=selective_log_softmax(logits, drawn.tokens),
-        )
-        return drawn if vocabulary is None else of_all_rows(drawn, count, vocabulary)
-
-    def processed(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Scores after processors, which get rows of one length at a time, as in Hugging Face's batches."""
-        scores = torch.empty_like(logits)
+            local, logits = vocabulary.whole_of_own_rows(logits)
+            rows, positions = rows[local], positions[local]
+        scores, params = torch.empty_like(logits), self.params.select(rows)
         for position in positions.unique().tolist():
             here = (positions == position).nonzero().flatten()
             ids = self.buffers.ids[rows[here], : self.buffers.prompt_len + position]
-            scores[here] = self.request.processors(ids, logits[here], rows[here])
-        return scores
+            scores[here] = processors(ids, logits[here], rows[here]).to(scores.dtype)
+        sampled = sample_tokens(scores, self.buffers.sampling_keys[rows], positions, params)
+        sampled = replace(
+            sampled,
+            old_logps=selective_log_softmax(logits / params.temperatures(), sampled.tokens),
+            raw_logps=selective_log_softmax(logits, sampled.tokens),
+        )
+        return sampled if vocabulary is None else of_all_rows(sampled, count, vocabulary)
 
-    def check(self, steps: int) -> list[Checked]:
-        """Check the last `steps` tokens of every sequence. The one place where the host waits for the device, but for
-        verification."""
-        limits = self.limits[self.rows]
-        remaining = limits - self.positions
-        back = torch.arange(-steps, 0, device=self.positions.device)
-        at = (self.positions[:, None] + back).clamp(min=0)  # [sequences, steps]
-        tokens = self.buffers.ids[self.rows[:, None], self.buffers.prompt_len + at]
+    def check(self, steps: int, drawn: int) -> None:
+        """Check the last `steps` tokens of every sequence, and the logprobs of its last `drawn` tokens. The one place
+        where the host waits for the device, but for verification."""
+        limits = self.buffers.limits[self.runner.rows]
+        remaining = limits - self.runner.positions
+        back = torch.arange(-drawn, 0, device=self.runner.positions.device)
+        recent = (self.runner.positions[:, None] + back).clamp(min=0)  # [sequences, drawn]
+        at = recent[:, -steps:]
+        tokens = self.buffers.ids[self.runner.rows[:, None], self.buffers.prompt_len + at]
         # After its limit a row's tokens are padding, which may be a stop token.
-        is_end = torch.isin(tokens, self.request.stop_token_ids) & (at < limits[:, None])
+        is_end = self.is_stop(tokens) & (at < limits[:, None])
         first_end = at.gather(1, is_end.int().argmax(dim=1, keepdim=True))[:, 0]
         has_stopped = is_end.any(dim=1)
-        lengths = torch.where(has_stopped, first_end + 1, self.positions + remaining.clamp(max=0))
-        is_done = has_stopped | (remaining <= 0)
-        numbers = self.rows, self.positions, lengths, remaining, is_done.long(), has_stopped.long()
-        sequences = [Checked(*of_sequence) for of_sequence in torch.stack(numbers).T.tolist()]
-        self.running = [(sequence.row, sequence.count) for sequence in sequences]
-        return sequences
+        lengths = torch.where(has_stopped, first_end + 1, self.runner.positions + remaining.clamp(max=0))
+        logps = self.buffers.logps[0][self.runner.rows[:, None], recent]
+        is_invalid = (logps.isnan() & (recent < lengths[:, None])).any(dim=1)
+        is_done = has_stopped | (remaining <= 0) | is_invalid
+        numbers = torch.stack([lengths, remaining, is_done.long(), has_stopped.long(), is_invalid.long()]).T.tolist()
+        for sequence, (length, left, done, stopped, invalid) in zip(self.runner.sequences, numbers, strict=True):
+            sequence.length, sequence.left = length, left
+            sequence.is_done, sequence.has_stopped, sequence.is_invalid = bool(done), bool(stopped), bool(invalid)
 
-    def finish(self, sequences: list[Checked], steps: int) -> None:
-        """Remove sequences that have ended.  sequences: as checked.  steps: since the check before."""
-        stay = [index for index, sequence in enumerate(sequences) if not sequence.is_done]
-        ended = [sequence for sequence in sequences if sequence.is_done]
-        self.steps_left = (max if self.continues_past_ends else min)(
-            (sequences[index].left for index in stay), default=0
-        )
+    def is_stop(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return which tokens of the running sequences, int64 [sequences, n], are stop tokens."""
+        return torch.isin(tokens, self.stop_token_ids)
+
+    def finish(self, steps: int) -> None:
+        """Remove the sequences that have ended, as checked.  steps: since the check before."""
+        running = self.runner.sequences
+        stay = [index for index, sequence in enumerate(running) if not sequence.is_done]
+        ended = [sequence for sequence in running if sequence.is_done]
+        for sequence in ended:
+            if sequence.is_invalid:  # its length is that before the invalid logits
+                sequence.length = int(self.buffers.logps[0, sequence.row].isnan().nonzero()[0])
+        self.steps_left = (max if self.continues_past_ends else min)((running[index].left for index in stay), default=0)
         if ended:
-            self.remove(stay, [sequence.length for sequence in ended], steps)
+            self.remove(stay, steps)
         for sequence in ended:
             self.end_turn(sequence)
-        self.ask_quotas()
-        self.stop_unneeded()
+        if self.stop_trackers:
+            self.stop_unneeded()
         self.report()
 
-    def remove(self, stay: list[int], lengths: list[int], steps: int) -> None:
+    def remove(self, stay: list[int], steps: int) -> None:
         """Remove the sequences but those with the indices `stay`, ascending. Their blocks stay cached.
 
-        lengths: of the removed rows' completions.  steps: since the last check.
+        steps: since the last check.
         """
-        leave = sorted(set(range(len(self.rows))) - set(stay))
-        rows = self.rows[leave].tolist()
+        staying = set(stay)
+        leave = [sequence for index, sequence in enumerate(self.runner.sequences) if index not in staying]
+        rows, lengths = [sequence.row for sequence in leave], [sequence.length for sequence in leave]
         self.buffers.end(rows, lengths, steps)
+        self.keep_tokens(leave)
+        self.runner.remove_finished(keep=stay)
+
+    def keep_tokens(self, sequences: list[Sequence]) -> None:
+        """Keep in the prefix cache what sequences that leave the runner have computed, and read their experts."""
         # The latest token has not been run through the model.
-        computed = self.buffers.contexts(rows, [length - 1 for length in lengths])
-        blocks = [self.runner.blocks[index] for index in leave]
-        for token_ids, own in zip(computed, blocks, strict=True):
-            self.block_pool.insert(token_ids, own[: blocks_for(len(token_ids))])
-        if self.routed is not None:
-            self.routed.read(self.block_pool.kv, rows, blocks, [len(token_ids) + 1 for token_ids in computed])
-        self.runner.keep(stay)
-        staying = torch.tensor(stay, dtype=torch.int64, device=self.rows.device)
-        self.rows, self.positions, self.latest_tokens = (
-            by_sequence[staying] for by_sequence in (self.rows, self.positions, self.latest_tokens)
-        )
-        self.max_blocks = [self.max_blocks[index] for index in stay]
-        self.running = [self.running[index] for index in stay]
+        computed = self.buffers.contexts([each.row for each in sequences], [each.length - 1 for each in sequences])
+        for token_ids, sequence in zip(computed, sequences, strict=True):
+            if not self.request.inputs_of(sequence.row):  # equal tokens may stand for other images
+                self.block_pool.insert(token_ids, sequence.blocks[: blocks_for(len(token_ids))])
+        if self.request.return_router_indices:
+            read_router_indices(self.block_pool.kv, sequences, [len(token_ids) for token_ids in computed])
 
-    def ask_quotas(self) -> None:
-        """Ask the caller which of the groups that are complete by now count."""
-        for quota in self.quotas:
-            if quota.complete:
-                done = self.completions()
-                quota.ask(partial(self._counts, done))
-
-    def _counts(self, done: Completions, rows: list[int]) -> bool:
-        return self.counts(rows, done)
+    def free(self, group: SequenceGroup) -> None:
+        """Free what a group keeps for rows that will not run."""
+        self.block_pool.free(group.blocks)
+        self.block_pool.free_states([group.state_slot] * bool(group.blocks))
 
     def stop_unneeded(self) -> None:
-        """Stop the rows of quotas that are reached: they stay unfinished, with the tokens that they have."""
-        stopped = {row for quota in self.quotas if quota.left <= 0 for row in quota.group_of}
-        self.quotas = [quota for quota in self.quotas if quota.left > 0]
-        if not stopped:
-            return
+        """Ask the caller which complete groups count, and stop the rows of stop conditions that are reached: they are
+        unfinished, with the tokens that they have."""
+        for tracker in self.stop_trackers:
+            complete, tracker.complete = tracker.complete, []
+            if complete and self.accept_group is not None:
+                done = self.buffers.completions(self.sequences)
+                tracker.left -= sum(bool(self.accept_group(list(group), done)) for group in complete)
+        stopped = {row for tracker in self.stop_trackers if tracker.left <= 0 for row in tracker.group_of}
+        self.stop_trackers = [tracker for tracker in self.stop_trackers if tracker.left > 0]
+        if stopped:
+            self.stop(stopped)
+
+    def stop(self, rows: set[int]) -> None:
+        """Remove waiting and running sequences, with the tokens that they have as of the last check."""
         for group in self.waiting:
-            waiting = [row for row in group.waiting if row not in stopped]
-            self.buffers.lengths[[row for row in group.waiting if row in stopped]] = group.begun
-            group.waiting = waiting
-            if not waiting:
-                self.block_pool.free(group.blocks)
+            group.waiting = [sequence for sequence in group.waiting if sequence.row not in rows]
+            if not group.waiting:
+                self.free(group)
         self.waiting = [group for group in self.waiting if group.waiting]
-        stay = [index for index, row in enumerate(self.rows.tolist()) if row not in stopped]
-        if len(stay) < len(self.rows):
-            leave = sorted(set(range(len(self.rows))) - set(stay))
-            self.remove(stay, self.positions[leave].tolist(), steps=1)
+        running = self.runner.sequences
+        stay = [index for index, sequence in enumerate(running) if sequence.row not in rows]
+        if len(stay) < len(running):
+            self.remove(stay, steps=1)
 
     # ----------------------------------------------------------- speculation
 
     def speculation_by(self, speculator: Speculator) -> Speculation:
-        """The drafts of this request."""
-        request, group = self.request, self.decoder.group
-        prompts, vocabulary = request.prompt_ids.cpu(), self.decoder.vocabulary
-        return Speculation(
-            speculator,
-            [ids[len(ids) - length :] for ids, length in zip(prompts, request.prompt_lengths, strict=True)],
-            request.limits_of_rows().tolist(),
-            request.stop_token_ids,
-            self.decoder.spec.vocab_size if vocabulary is None else vocabulary.size,
-            self.buffers.tokens_of,
-            agree=None if group is None else partial(agreed_seconds, group, self.decoder.device),
-        )
+        """Return the drafts of this request."""
+        group, limits = self.decoder.group, [sequence.limit for sequence in self.sequences]
+        agree = None if group is None else partial(max_seconds, group, self.decoder.device)
+        return Speculation(speculator, self.request.prompts(), limits, self.buffers.tokens_of, agree)
 
-    def plan_drafts(self) -> Drafting | None:
-        """The drafts of the next steps; None: single steps are faster, or other rows would end first of a quota's."""
-        if self.quotas:
-            return None
-        rows, counts = zip(*self.running, strict=True)
-        return self.speculation.plan(rows, counts)
-
-    def verify(self, drafting: Drafting) -> VerifiedTokens:
-        """Decode by steps that verify drafts. Draws that need the tokens before them know those of one step."""
-        draws = self.draws(len(self.runner))
-        steps = 1 if draws.needs_tokens else min(self.num_scheduler_steps, self.speculation.steps)
-        verified = self.runner.verified_steps(self.latest_tokens, draws, drafting, steps, self.max_blocks)
-        counts = torch.tensor(verified.counts.tokens, device=self.rows.device)
-        each = torch.arange(len(verified.tokens), device=counts.device)[:, None]
-        step, column = (each < counts).nonzero(as_tuple=True)
-        positions, tokens = self.positions[column] + step, verified.tokens[step, column]
-        self.write(self.rows[column], positions, tokens, verified.logps[:, step, column])
-        self.latest_tokens = verified.tokens.gather(0, counts[None] - 1)[0]
-        self.positions = self.positions + counts
+    def verify(self, speculation: Speculation, drafting: Drafting) -> VerifiedTokens:
+        """Decode by steps that verify drafts."""
+        state, runner = self.sampling_state(len(self.runner)), self.runner
+        steps = speculation.max_steps(len(runner), self.num_scheduler_steps)
+        verified = runner.verified_steps(runner.latest_tokens, state, drafting, steps)
+        positions = runner.positions[verified.sequences] + verified.offsets
+        self.buffers.record(runner.rows[verified.sequences], positions, verified.tokens, verified.logps)
+        counts = torch.tensor(verified.counts, device=runner.device)
+        is_latest = verified.offsets == counts[verified.sequences] - 1
+        index = (verified.sequences[is_latest],)
+        runner.latest_tokens = runner.latest_tokens.index_put(index, verified.tokens[is_latest])
+        runner.positions = runner.positions + counts
         return verified
-
-    def sample_drafts(
-        self, logits: torch.Tensor, sequences: torch.Tensor, offsets: torch.Tensor, ids: torch.Tensor
-    ) -> SamplerOutput:
-        """`Draws.drawn_at` after processors, for which drafted tokens are in the buffers."""
-        rows, positions = self.rows[sequences], self.positions[sequences] + offsets
-        drafted = offsets > 0
-        at = rows[drafted], self.buffers.prompt_len + positions[drafted] - 1
-        self.buffers.ids[at] = ids[drafted]
-        drawn = self.sample_processed(logits, rows, positions)
-        self.buffers.ids[at] = self.request.pad_token_id
-        return drawn
 
     # ----------------------------------------------------------------- turns
 
-    def end_turn(self, sequence: Checked) -> None:
-        """A row has a stop token or has reached its limit: it is done, or its environment makes a step."""
-        row, length = sequence.row, sequence.length
-        if self.environment is None or not (sequence.has_stopped or length < self.row_limits[row]):
-            self.end_row(row, "stop" if sequence.has_stopped else "length")
+    def end_turn(self, sequence: Sequence) -> None:
+        """End a sequence that has a stop token or has reached its limit, or let its environment make a step."""
+        if sequence.is_invalid:
             return
-        self.environment.submit(row, self.buffers.tokens_of(row, self.turn_begin(row), length))
+        if self.environment is None or not self.ends_turn(sequence):
+            self.end_row(sequence, "stop" if sequence.has_stopped else "length")
+            return
+        turn = self.buffers.tokens_of(sequence.row, sequence.turn_begin, sequence.length)
+        self.environment.submit(sequence.row, turn)
 
-    def turn_begin(self, row: int) -> int:
-        """Where a row's current turn begins in its completion."""
-        turns = self.outcomes[row].turns
-        return turns[-1].observed if turns else 0
+    def ends_turn(self, sequence: Sequence) -> bool:
+        """Whether an environment answers a sequence that leaves the runner."""
+        return sequence.has_stopped or sequence.length < sequence.limit
 
-    def end_row(self, row: int, reason: str) -> None:
-        """A row is done."""
-        self.outcomes[row].reason = reason
+    def end_row(self, sequence: Sequence, reason: str) -> None:
+        """Record that a sequence is done."""
+        sequence.reason = reason
         if self.speculation is not None:
-            self.speculation.end(row, int(self.buffers.lengths[row]))
-        for quota in self.quotas:
-            quota.end(row)
-        self.ended.append(row)
+            self.speculation.end(sequence.row, sequence.length)
+        for tracker in self.stop_trackers:
+            tracker.end(sequence.row)
+        self.ended.append(sequence.row)
 
     def report(self) -> None:
         """Call `on_end` with the rows that have ended since the last call."""
         ended, self.ended = self.ended, []
-        if ended and self.on_end is not None:
-            self.on_end(ended, self.completions())
+        if not ended or self.on_end is None or self.report_error is not None:
+            return
+        try:
+            self.on_end(ended, self.buffers.completions(self.sequences))
+        except BaseException as error:
+            if self.decoder.group is None:
+                raise
+            self.report_error = error  # raised where the ranks agree on it
 
-    def receive(self) -> None:
+    def receive(self, environment: EnvironmentLoop) -> None:
         """Take the steps that environments have made; wait for one if no row can decode."""
         is_idle = not self.waiting and not len(self.runner)
         with self.phase("environment") if is_idle else nullcontext():
-            steps = self.environment.collect(is_idle)
+            steps = environment.collect(is_idle)
         for stepped in steps:
-            self.take_step(stepped)
+            self.take_step(stepped, environment.limits.max_turns)
         self.report()
 
-    def take_step(self, stepped: Stepped) -> None:
-        """Go on with a row after its environment's step, or end it."""
-        row, outcome, observation = stepped.row, self.outcomes[stepped.row], stepped.value
-        begin, end = self.turn_begin(row), int(self.buffers.lengths[row])
+    def take_step(self, stepped: StepResult, max_turns: int) -> None:
+        """Go on with a sequence after its environment's step, or end it."""
+        sequence, observation = self.sequences[stepped.row], stepped.value
+        begin, end = sequence.turn_begin, sequence.length
         if stepped.error:
-            outcome.turns.append(Turn(begin, end, end, None, stepped.seconds))
-            outcome.error = stepped.error
-            self.end_row(row, "environment_timeout" if stepped.timed_out else "environment_error")
+            sequence.turns.append(Turn(begin, end, end, None, stepped.seconds))
+            sequence.error = stepped.error
+            self.end_row(sequence, stepped.reason)
             return
-        goes_on = not observation.done and outcome.num_turns + 1 < self.environment.limits.max_turns
+        goes_on = not observation.done and sequence.num_turns + 1 < max_turns
         appended = observation.ids if goes_on and observation.prompt_ids is None else []
-        fits = end + len(appended) < self.row_limits[row]
+        fits = end + len(appended) < sequence.limit
         observed = end + len(appended) * fits
-        outcome.turns.append(Turn(begin, end, observed, observation.reward, stepped.seconds))
+        sequence.turns.append(Turn(begin, end, observed, observation.reward, stepped.seconds))
         if not goes_on:
-            self.end_row(row, "stop" if observation.done else "turns")
+            self.end_row(sequence, "stop" if observation.done else "turns")
         elif observation.prompt_ids is not None:
-            self.fork(row, end, observation.prompt_ids)
+            self.fork(sequence, observation.prompt_ids)
         elif fits:
-            self.buffers.extend(row, end, appended)
-            self.buffers.lengths[row] = observed
-            self.wait([row], [observed])
+            self.buffers.extend(sequence.row, end, appended)
+            sequence.length = observed
+            self.add_waiting([sequence])
         else:
-            self.end_row(row, "length")
+            self.end_row(sequence, "length")
 
-    def fork(self, row: int, length: int, prompt_ids: list[int]) -> None:
-        """Keep what a row has as a training row of its own, and go on from another prompt, with other sampling keys."""
-        outcome, request = self.outcomes[row], self.request
-        if request.processors is not None:
-            raise NotImplementedError(
-                "an environment that rewrites the history (Observation.prompt_ids) with repetition_penalty or "
-                "min_new_tokens is not available on this device; leave them out, or append to the history"
-            )
-        routed = None if self.routed is None else self.routed.rows[row]
-        outcome.forks.append(replace(self.buffers.fork(row, length, outcome.turns), router_indices=routed))
-        outcome.turns, outcome.prompt_ids = [], torch.tensor(prompt_ids, dtype=torch.int64)
+    def fork(self, sequence: Sequence, prompt_ids: list[int]) -> None:
+        """Keep a sequence's history as a training row of its own, and go on from another prompt, with another key."""
+        row, keys = sequence.row, self.buffers.sampling_keys
+        fork = self.buffers.fork(row, sequence.length, sequence.turns)
+        sequence.forks.append(replace(fork, router_indices=sequence.router_indices))
+        sequence.turns, sequence.prompt_ids = [], torch.tensor(prompt_ids, dtype=torch.int64)
         self.buffers.restart(row, prompt_ids)
         if self.speculation is not None:
-            self.speculation.restart(row, outcome.prompt_ids)
-        self.buffers.lengths[row] = 0
-        limit = min(self.row_limits[row], request.longest - len(prompt_ids))
+            self.speculation.restart(row, sequence.prompt_ids)
+        sequence.length = 0
+        limit = min(sequence.limit, self.request.longest - len(prompt_ids))
         if limit < 1:
-            self.end_row(row, "length")
+            self.end_row(sequence, "length")
             return
-        self.row_limits[row], self.limits[row] = limit, limit
-        self.sampling_keys = self.sampling_keys.index_put((torch.tensor(row),), mixed(self.sampling_keys[row] + 1))
-        self.wait([row], [0])
+        sequence.limit = limit
+        self.buffers.limits[row] = limit
+        self.buffers.sampling_keys = keys.index_put((torch.tensor(row),), key_after_fork(keys[row]))
+        self.add_waiting([sequence])
 
 
-def agreed_seconds(group: InferenceGroup, device: torch.device, seconds: list[float]) -> list[float]:
-    """The most of the seconds that each rank has measured. A collective of the group."""
-    return group.gather(torch.tensor(seconds, dtype=torch.float64, device=device)).amax(dim=0).tolist()
+def max_seconds(group: InferenceGroup, device: torch.device, seconds: float) -> float:
+    """Return the most of the seconds that each rank has measured. A collective of the group."""
+    return float(group.gather(torch.tensor([seconds], dtype=torch.float64, device=device)).max())

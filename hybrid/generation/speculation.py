@@ -1,62 +1,35 @@
-"""Speculation: what rows draft from, and whether the next steps verify drafts.
+"""Speculation: the texts that rows draft from, and whether the next steps verify drafts.
 
 Drafts come from a row's own text, from the other completions of its prompt, and from earlier rollouts of it (DAS: arXiv
-2511.13841). They change time, never tokens (`hybrid/decoders/drafts.py`). Whether they save time is decided by
-measurements (`hybrid/generation/draft_lengths.py`). Acceptance is measured during plain steps too, by a replay: what
-the drafts would have been, compared with the tokens that were drawn.
+2511.13841). They change time, never tokens (`hybrid/decoders/drafts.py`). Whether they save time is measured: `Pace`.
 """
 
-import time
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import NamedTuple
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from hybrid.config import SpeculationConfig
-from hybrid.decoders.drafts import (
-    MOST_MATCH,
-    SEPARATOR,
-    TOKEN_BYTES,
-    DraftCounts,
-    Drafting,
-    GrowingText,
-    Span,
-    VerifiedTokens,
-    replayed,
-)
-from hybrid.generation.draft_lengths import Acceptance, StepCosts, best_plan, could_pay
-from hybrid.kernels.cpu_library import cpu_library
+from hybrid.decoders.drafts import MAX_MATCH, SEPARATOR, TOKEN_BYTES, Drafting, GrowingText, VerifiedTokens
 
-SCANNED_TOKENS_PER_SECOND = 1e10  # of texts that drafts are searched in; 1.3e10 measured with AVX-512
-SCAN_SHARE = 0.05  # of a step's time that the search may take
-LEAST_TEXT = 2048  # tokens that are searched for a row in any case
-REPLAY_SHARE = 0.01  # of the time of plain steps that replays may take
-REPLAYED_ROWS = 4
-REPLAYED_TOKENS = 48  # of a row, at most
-LEAST_EVIDENCE = 8  # tokens of drafts, accepted or rejected, before anything is verified
-LEAST_GAIN = 1.15  # of the plain steps' speed that verification is expected to have before it starts
-KEPT_GAIN = 1.05  # the same, before it goes on
-LEAST_STEP_SECONDS = 3e-4  # of a plain step: planning a call takes 1 to 2 ms, as long as several shorter ones
-LEAST_STEPS = 2  # of a call that verifies; twice as many after each one that was faster than plain steps
-MOST_PAUSE = 32  # calls with plain steps after verification that was slower than these
+SEARCHED_TOKENS = 1 << 15  # of other texts, for a row at each step; about 1e9 a second
+VERIFIED_TOKENS = 256  # of one forward, which memory is planned for: it has logits of all of them, as scoring has
+FIRST_LENGTH = 2  # of a row's first draft
+PROBE_STEPS = 2  # that verify drafts while plain steps are faster
+PROBE_SHARE = 0.03  # of the time that calls of the slower kind may take
+MIN_GAIN = 1.05  # in speed, for steps to verify drafts
 
 
 class RolloutHistory:
     """Completions of earlier rollouts by prompt. Drafts are guesses in any case, so it outlives weight versions.
 
-    limit_bytes: of tokens. The completions of the prompt that was used least recently are dropped first; of a single
-        prompt the oldest ones.
+    limit_bytes: of tokens. The oldest completions of the prompt that was used least recently are dropped first.
     """
 
     def __init__(self, limit_bytes: int):
         self.limit_bytes, self.nbytes = limit_bytes, 0
         self.texts: OrderedDict[bytes, list[torch.Tensor]] = OrderedDict()  # int32 [n] each, the latest one last
-
-    def __len__(self) -> int:
-        return len(self.texts)
 
     def add(self, prompt: torch.Tensor, completion: torch.Tensor) -> None:
         """Add a completion of a prompt.  prompt, completion: integers [n], on any device."""
@@ -68,312 +41,228 @@ class RolloutHistory:
         self.texts[key].append(completion.to("cpu", torch.int32, copy=True))
         self.nbytes += TOKEN_BYTES * len(completion)
         while self.nbytes > self.limit_bytes:
-            self._drop()
+            key, texts = next(iter(self.texts.items()))
+            self.nbytes -= TOKEN_BYTES * len(texts.pop(0))
+            if not texts:
+                del self.texts[key]
+                self.nbytes -= len(key)
 
     def of(self, prompt: torch.Tensor) -> list[torch.Tensor]:
-        """The completions of a prompt, int32 [n] each, the latest one last."""
+        """Return the completions of a prompt, int32 [n] each, the latest one last."""
         key = key_of(prompt)
-        if key not in self.texts:
-            return []
-        self.texts.move_to_end(key)
-        return list(self.texts[key])
-
-    def _drop(self) -> None:
-        """Drop the prompt that was used least recently; of the only one its oldest completion."""
-        key, texts = next(iter(self.texts.items()))
-        dropped = [texts.pop(0)] if len(self.texts) == 1 and len(texts) > 1 else self.texts.pop(key)
-        self.nbytes -= TOKEN_BYTES * sum(map(len, dropped)) + len(key) * (key not in self.texts)
+        if key in self.texts:
+            self.texts.move_to_end(key)
+        return list(self.texts.get(key, ()))
 
 
 def key_of(prompt: torch.Tensor) -> bytes:
-    """A prompt's key in the history.  prompt: integers [n]."""
+    """Return a prompt's key in the history.  prompt: integers [n]."""
     return prompt.to("cpu", torch.int32).numpy().tobytes()
 
 
-class SpeculationCounters(NamedTuple):
-    """What speculation did.
+@dataclass
+class Pace:
+    """Measured speed of plain steps and of steps that verify drafts, with about the same number of rows.
+
+    plain_s: seconds of a plain step, a moving average; 0: not measured.
+    gain: tokens per second of steps that verify drafts, as a multiple of those of plain steps, a moving average.
+    wait_s: seconds of decoding until the slower kind of steps is tried again.
+    """
+
+    plain_s: float = 0.0
+    gain: float = 1.0
+    wait_s: float = 0.0
+
+    @property
+    def verifies(self) -> bool:
+        """Whether steps that verify drafts are the faster kind."""
+        return self.gain > MIN_GAIN
+
+    def verifies_next(self) -> bool:
+        """Return whether the next call verifies drafts: because that is faster, or as a probe."""
+        return self.verifies != (self.wait_s <= 0 and self.plain_s > 0)
+
+    def observe(self, verified: bool, seconds: float, steps: int, tokens: float) -> None:
+        """Add a call of `steps` steps of one kind, which took `seconds` for `tokens` tokens of each row."""
+        each, is_probe = seconds / steps, verified != self.verifies
+        self.wait_s = seconds / PROBE_SHARE if is_probe else self.wait_s - seconds
+        if verified:  # if it seems faster than a plain step, that one's measurement was disturbed
+            gain = tokens / steps * min(self.plain_s / each, 1.0)
+            self.gain = gain if is_probe else (self.gain + gain) / 2
+        elif not self.plain_s or (is_probe and each < self.plain_s):
+            self.plain_s = each
+        else:  # other processes only ever lengthen a step
+            self.plain_s += (0.5 if each < self.plain_s else 0.2) * (each - self.plain_s)
+
+
+class Speculator:
+    """State of speculation that an engine keeps between requests: measurements, and earlier completions.
 
     drafted, accepted: tokens.  saved_steps: plain steps that the same tokens would have taken in addition: the tokens
         that a row accepted, on average over the rows of a call.
     """
 
-    drafted: int = 0
-    accepted: int = 0
-    saved_steps: float = 0.0
-
-    def plus(self, counts: DraftCounts) -> "SpeculationCounters":
-        """These, and those of a call."""
-        accepted = sum(counts.accepted)
-        saved_steps = self.saved_steps + accepted / len(counts.tokens)
-        return SpeculationCounters(self.drafted + sum(counts.drafted), self.accepted + accepted, saved_steps)
-
-
-class Speculator:
-    """What an engine keeps for its requests' speculation: measurements, and earlier completions."""
-
     def __init__(self, settings: SpeculationConfig):
-        self.settings, self.counters = settings, SpeculationCounters()
+        self.settings = settings
+        self.drafted, self.accepted, self.saved_steps = 0, 0, 0.0
         self.forget()
 
     def forget(self) -> None:
-        """Begin again without measurements and completions."""
-        self.costs, self.of_all = StepCosts(), Acceptance()
+        """Drop all measurements and completions."""
+        self.paces: dict[int, Pace] = defaultdict(Pace)  # by the number of bits of the number of rows
         self.history = RolloutHistory(self.settings.history_bytes) if self.settings.history_bytes else None
-        self.replay_seconds = 3e-4  # of a replay, estimated
-        self.pause = 1  # calls with plain steps after the next loss
 
     def state(self) -> Hashable:
         """Equal on ranks that plan alike."""
-        held = (0, 0) if self.history is None else (len(self.history), self.history.nbytes)
-        of_all = self.of_all
-        return *held, self.costs.steps, of_all.accepted, of_all.rejected, of_all.drafts, of_all.steps, self.pause
+        return repr(sorted(self.paces.items())), 0 if self.history is None else self.history.nbytes
 
-    def taken_counters(self) -> SpeculationCounters:
-        """The counters since the last call."""
-        taken, self.counters = self.counters, SpeculationCounters()
+    def taken_counters(self) -> tuple[int, int, float]:
+        """Return the counters since the last call."""
+        taken = self.drafted, self.accepted, self.saved_steps
+        self.drafted, self.accepted, self.saved_steps = 0, 0, 0.0
         return taken
-
-
-def speculator_of(settings: SpeculationConfig | None) -> Speculator | None:
-    """An engine's speculator by its settings; None without speculation."""
-    return None if settings is None else Speculator(settings)
-
-
-@dataclass
-class PromptTexts:
-    """Texts of one prompt.  ended: the history and this request's ended rows, one after the other, each after the
-    prompt's last tokens and before SEPARATOR.  running: rows whose text still grows."""
-
-    prompt: torch.Tensor
-    ended: GrowingText
-    running: list[int] = field(default_factory=list)
-
-    def add(self, completions: Iterable[torch.Tensor]) -> None:
-        """Add ended rows' completions, integers [n] each."""
-        separator = torch.tensor([SEPARATOR], dtype=torch.int32)
-        pieces = [(self.prompt[-MOST_MATCH:], each.to("cpu", torch.int32), separator) for each in completions]
-        if pieces:
-            self.ended.append(torch.cat([part for piece in pieces for part in piece]))
-
-
-def ended_tokens(lengths: Iterable[int]) -> int:
-    """Tokens that completions of at most these lengths take in `PromptTexts.ended`."""
-    return sum(length + MOST_MATCH + 1 for length in lengths)
-
-
-def latest(texts: Sequence[torch.Tensor], tokens: int) -> list[torch.Tensor]:
-    """The last ones of `texts` that have `tokens` tokens together, or all, in their order."""
-    first = len(texts)
-    while first and tokens > 0:
-        first -= 1
-        tokens -= len(texts[first])
-    return list(texts[first:])
 
 
 class Speculation:
     """The drafts of one request.
 
-    prompts: of each row, int64 [n].  limits: of each row, the most new tokens.  stop_token_ids: int64 [n].
-    vocabulary: tokens that may be drafted are below it.
+    prompts: of each row, int64 [n].  limits: of each row, the most new tokens.
     read: gives tokens [first, last) of a row's completion, integers, on any device.
-    most_tokens: of a verification step's forward, which memory is planned for: it has logits of all of them, as
-        scoring has.
-    agree: as StepCosts'.
+    agree: gives the seconds that all ranks use for a measurement. Ranks that decode one batch must give it, so that
+        they plan alike; it is called at the same places on all of them. None: one rank.
 
     Call `plan` before each call of the decoder, then `observe`; `end` for rows that have ended; `restart` for rows with
-    another prompt; `remember` at the end. On ranks that decode one batch everything but measured times is equal, and
-    `agree` makes these equal, so that they plan alike. Where nothing can be gained next to nothing is computed.
+    another prompt; `remember` at the end.
     """
 
     def __init__(
         self,
         speculator: Speculator,
         prompts: Sequence[torch.Tensor],
-        limits: Sequence[int],
-        stop_token_ids: torch.Tensor,
-        vocabulary: int,
+        limits: list[int],
         read: Callable[[int, int, int], torch.Tensor],
-        most_tokens: int = 256,
-        agree: Callable[[list[float]], list[float]] | None = None,
+        agree: Callable[[float], float] | None = None,
     ):
-        self.speculator, self.settings, self.costs = speculator, speculator.settings, speculator.costs
-        self.costs.agree = agree
-        self.limits, self.read, self.most_tokens = limits, read, most_tokens
-        self.stop_token_ids, self.vocabulary = stop_token_ids.cpu(), vocabulary
-        self.given_prompts = prompts
-        self.own: dict[int, GrowingText] = {}  # by row
-        self.groups: dict[bytes, PromptTexts] = {}
-        self.ended: list[tuple[int, int]] = []  # rows and their lengths, before other rows draft from them
-        self.of_rows = [Acceptance() for _ in prompts]
-        self.counted: dict[int, int] = {}  # by row: tokens of its completion that were replayed or verified
-        self.turn = 0  # of the rows that are replayed
-        self.decoded_seconds = 0.0  # of plain steps since the latest replay
-        self.wait = 0  # calls with plain steps from now on
-        self.planned_rows = 0  # rows at the latest plan
-        self.verifies, self.steps = False, LEAST_STEPS  # of the next call that verifies
-
-    @cached_property
-    def prompts(self) -> list[torch.Tensor]:
-        """The prompts, int32 [n] each, in host memory."""
-        return [prompt.to("cpu", torch.int32) for prompt in self.given_prompts]
-
-    @cached_property
-    def keys(self) -> list[bytes]:
-        """The keys in the history of the prompts that the rows began with."""
-        return [key_of(prompt) for prompt in self.given_prompts]
+        self.speculator, self.settings = speculator, speculator.settings
+        self.prompts, self.limits = [prompt.to("cpu", torch.int32) for prompt in prompts], limits
+        self.read, self.agree = read, agree
+        self.keys = [key_of(prompt) for prompt in prompts]  # in the history, of the prompts that the rows began with
+        self.rows_of: dict[bytes, list[int]] = defaultdict(list)  # by key
+        for row, key in enumerate(self.keys):
+            self.rows_of[key].append(row)
+        self.texts: dict[int, GrowingText] = {}  # by row
+        self.past: dict[bytes, torch.Tensor] = {}  # by key: `_past`
+        self.ended: dict[int, int] = {}  # by row: its length
+        self.lengths: dict[int, int] = {}  # by row: of its next draft, at most
 
     # -------------------------------------------------------------- planning
 
     def plan(self, rows: Sequence[int], counts: Sequence[int]) -> Drafting | None:
-        """How to draft for running rows in the next call of the decoder; None: plain steps are faster.
+        """Return the drafting of running rows for the next call of the decoder; None: plain steps.
 
         counts: of each row, the tokens of its completion so far.
         """
-        if self.wait:
-            self.wait -= 1
+        max_length = min(self.settings.max_draft, VERIFIED_TOKENS // len(rows) - 1)
+        if max_length < 1 or not self.pace(len(rows)).verifies_next():
             return None
-        replays = self.speculator.replay_seconds <= REPLAY_SHARE * self.decoded_seconds
-        fewer = 2 * len(rows) <= self.planned_rows or not self.planned_rows
-        if not self.verifies and not replays and not fewer:
-            return None
-        self.planned_rows = len(rows)
-        pays = could_pay(len(rows), self.costs, self.settings.max_draft, self.most_tokens)
-        if not pays or self.costs.seconds(len(rows)) < LEAST_STEP_SECONDS:
-            self.verifies, self.decoded_seconds = False, 0.0
-            return None
-        if not self.verifies and replays:
-            self.replay(rows, counts)
-        most = self._lengths(rows)
-        self.verifies = most is not None
-        return None if most is None else self.drafting(rows, counts, most)
+        return self.drafting(rows, counts, max_length)
 
-    def _lengths(self, rows: Sequence[int]) -> list[int] | None:
-        """The most drafted tokens of each row; None if plain steps are expected to be faster, or nearly as fast."""
-        of_all = self.speculator.of_all
-        if of_all.evidence < LEAST_EVIDENCE:
-            return None
-        chances = [self.of_rows[row].chance(of_all) for row in rows]
-        frequencies = [self.of_rows[row].frequency(of_all) for row in rows]
-        plan = best_plan(chances, frequencies, self.costs, self.settings.max_draft, self.most_tokens)
-        return plan.most if plan.gain > (KEPT_GAIN if self.verifies else LEAST_GAIN) else None
+    def pace(self, num_rows: int) -> Pace:
+        """Return the measurements for so many rows."""
+        return self.speculator.paces[num_rows.bit_length()]
 
-    def replay(self, rows: Sequence[int], counts: Sequence[int]) -> None:
-        """Measure acceptance without a forward: how many of a few rows' latest tokens drafts would have given."""
-        start = time.perf_counter()
-        picked = sorted({(self.turn + i) % len(rows) for i in range(min(REPLAYED_ROWS, len(rows)))})
-        self.turn += REPLAYED_ROWS
-        some, have = [rows[index] for index in picked], [counts[index] for index in picked]
-        first = [max(self.counted.get(row, 0), count - REPLAYED_TOKENS) for row, count in zip(some, have, strict=True)]
-        news = [count - begin for begin, count in zip(first, have, strict=True)]
-        if cpu_library() is not None:  # without it nothing is verified
-            drafting = self.drafting(some, have, [self.settings.max_draft] * len(some))
-            self._add(some, *replayed(drafting, news, self.vocabulary, self.stop_token_ids))
-        self.counted.update(zip(some, have, strict=True))
-        self.decoded_seconds = 0.0
-        (seconds,) = self.costs.agreed([time.perf_counter() - start])
-        self.speculator.replay_seconds += 0.3 * (seconds - self.speculator.replay_seconds)
+    def max_steps(self, num_rows: int, limit: int) -> int:
+        """Return the most steps of the next call that verifies drafts, at most `limit`."""
+        return limit if self.pace(num_rows).verifies else min(limit, PROBE_STEPS)
 
-    def drafting(self, rows: Sequence[int], counts: Sequence[int], most: Sequence[int]) -> Drafting:
-        """The texts to draft from for these rows, as many as can be searched in SCAN_SHARE of a step."""
-        step = self.costs.seconds(len(rows))
-        tokens = max(int(SCAN_SHARE * step * SCANNED_TOKENS_PER_SECOND / len(rows)), LEAST_TEXT)
-        for row in (*(row for row, _ in self.ended), *rows):
-            self._read_history(row, tokens)
-        for row, length in self.ended:
-            self._add_ended(row, length)
-        self.ended = []
-        for row, count in zip(rows, counts, strict=True):
-            self._catch_up(row, count)
-        own, others = [self.own[row] for row in rows], [self._others(row, tokens) for row in rows]
-        return Drafting(own, others, list(most), self.settings.least_match, bool(self.settings.ngram))
+    def drafting(self, rows: Sequence[int], counts: Sequence[int], max_length: int) -> Drafting:
+        """Return the texts to draft from for these rows, and the drafts' lengths.  counts: as `plan`'s."""
+        count_of = {**self.ended, **dict(zip(rows, counts, strict=True))}
+        for key in {self.keys[row] for row in rows}:
+            for row in self.rows_of[key]:
+                if row in count_of:
+                    self._catch_up(row, count_of[row])
+        texts, others = [self.texts[row] for row in rows], [self._others(row) for row in rows]
+        lengths = [min(self.lengths.get(row, FIRST_LENGTH), max_length) for row in rows]
+        return Drafting(texts, others, lengths, max_length, self.settings.least_match, bool(self.settings.ngram))
 
-    def _catch_up(self, row: int, count: int) -> GrowingText:
-        """The text of a row with `count` tokens of its completion."""
+    def _catch_up(self, row: int, count: int) -> None:
+        """Bring the text of a row to `count` tokens of its completion."""
         prompt = self.prompts[row]
-        if row not in self.own:
-            self.own[row] = GrowingText(len(prompt) + self.limits[row])
-            self.own[row].append(prompt)
-            self.groups[self.keys[row]].running.append(row)
-        text = self.own[row]
-        if (have := text.length - len(prompt)) < count:
-            text.append(self.read(row, have, count))
-        return text
+        if row not in self.texts:
+            self.texts[row] = GrowingText.of(prompt, self.limits[row])
+        if (have := self.texts[row].length - len(prompt)) < count:
+            self.texts[row].append(self.read(row, have, count))
 
-    def _others(self, row: int, tokens: int) -> list[Span]:
-        """The texts of a row's prompt but its own, the latest last; of those that have ended only the last tokens, so
-        that they are about `tokens` together."""
-        group = self.groups[self.keys[row]]
-        running = [self.own[other].span() for other in group.running if other != row] if self.settings.ngram else []
-        left = tokens - sum(text.last for text in running)
-        return [group.ended.span(left), *running] if left > 0 and group.ended.length else running
+    def _others(self, row: int) -> list[torch.Tensor]:
+        """Return the texts of a row's prompt but its own, the latest last: the history's, then those of other rows; of
+        all together about the last SEARCHED_TOKENS tokens."""
+        key, left = self.keys[row], SEARCHED_TOKENS
+        texts: list[torch.Tensor] = []
+        for other in reversed(self.rows_of[key]) if self.settings.ngram else ():
+            if other != row and other in self.texts and left > 0:
+                # A row's completion is like the others' after the prompt's last tokens.
+                texts.append(self.texts[other].since(len(self.prompts[other]) - MAX_MATCH))
+                left -= len(texts[-1])
+        past = self._past(row)
+        if left > 0 and len(past):
+            texts.append(past[-left:])
+        return texts[::-1]
 
-    def _read_history(self, row: int, tokens: int) -> None:
-        """Make the texts of a row's prompt, with about so many of the history's latest tokens, unless they exist."""
-        key, prompt = self.keys[row], self.prompts[row]
-        if key in self.groups:
-            return
-        past = [] if self.speculator.history is None else latest(self.speculator.history.of(prompt), tokens)
-        limits = [limit for limit, other in zip(self.limits, self.keys, strict=True) if other == key]
-        self.groups[key] = PromptTexts(prompt, GrowingText(ended_tokens([*map(len, past), *limits])))
-        self.groups[key].add(past)
+    def _past(self, row: int) -> torch.Tensor:
+        """Return the history of a row's prompt as one text, int32 [n]: each completion after the prompt's last
+        tokens."""
+        key, prompt, history = self.keys[row], self.prompts[row], self.speculator.history
+        if key not in self.past:
+            completions = [] if history is None else history.of(prompt)
+            separator = torch.tensor([SEPARATOR], dtype=torch.int32)
+            pieces = [part for each in completions for part in (prompt[-MAX_MATCH:], each, separator)]
+            self.past[key] = torch.cat(pieces) if pieces else separator[:0]
+        return self.past[key]
 
     # ------------------------------------------------------------- observing
 
     def observe(self, rows: Sequence[int], steps: int, verified: VerifiedTokens | None, seconds: float) -> None:
-        """A call of the decoder over these rows took `seconds`: so many plain steps, or, planning included,
-        `verify_steps` with the drafts of `plan`."""
-        if verified is None:
-            (each,) = self.costs.observe([len(rows)], [seconds / steps], steps)
-            self.decoded_seconds += each * steps
-        else:
-            self._observe_verified(rows, verified, seconds)
-
-    def _observe_verified(self, rows: Sequence[int], verified: VerifiedTokens, seconds: float) -> None:
-        """If it was slower than plain steps, these follow. What the call takes besides its steps is part of them."""
-        counts, steps = verified.counts, len(verified.step_tokens)
-        more = (seconds - sum(verified.step_seconds)) / steps
-        seconds = sum(self.costs.observe(verified.step_tokens, [each + more for each in verified.step_seconds]))
-        plain_seconds = self.costs.seconds(len(rows)) * sum(counts.tokens) / len(rows)
-        self.speculator.counters = self.speculator.counters.plus(counts)
-        self._add(rows, counts, [steps] * len(rows))
-        for row in rows:
-            self.counted[row] = self.own[row].length - len(self.prompts[row])
-        if seconds > plain_seconds:
-            self.wait, self.verifies, self.steps = self.speculator.pause, False, LEAST_STEPS
-            self.speculator.pause = min(2 * self.speculator.pause, MOST_PAUSE)
-        else:
-            self.steps, self.speculator.pause = 2 * self.steps, max(self.speculator.pause // 2, 1)
-
-    def _add(self, rows: Sequence[int], counts: DraftCounts, steps: Sequence[int]) -> None:
-        for row, *numbers in zip(rows, counts.accepted, counts.rejected, counts.drafts, steps, strict=True):
-            self.of_rows[row].add(*numbers)
-        self.speculator.of_all.add(sum(counts.accepted), sum(counts.rejected), sum(counts.drafts), sum(steps))
+        """Measure a call of the decoder over these rows, which took `seconds`: `steps` plain steps, or, planning
+        included, `verify_steps` with the drafts of `plan`."""
+        tokens = float(steps)
+        if verified is not None:
+            tokens = sum(verified.counts) / len(rows)
+            self.lengths.update(zip(rows, verified.lengths, strict=True))
+            self.speculator.drafted += verified.drafted
+            self.speculator.accepted += verified.accepted
+            self.speculator.saved_steps += tokens - steps
+        seconds = seconds if self.agree is None else self.agree(seconds)
+        self.pace(len(rows)).observe(verified is not None, seconds, steps, tokens)
 
     def end(self, row: int, length: int) -> None:
-        """A row has ended with `length` tokens: other rows of its prompt draft from all of it."""
-        if self.settings.ngram:
-            self.ended.append((row, length))
-
-    def _add_ended(self, row: int, length: int) -> None:
-        group = self.groups[self.keys[row]]
-        group.add([self.read(row, 0, length)])
-        if row in self.own:
-            group.running.remove(row)
-            del self.own[row]
+        """End a row with `length` tokens: other rows of its prompt draft from all of it."""
+        self.ended[row] = length
 
     def restart(self, row: int, prompt: torch.Tensor) -> None:
-        """A row goes on from another prompt, int64 [n], without a completion, no longer than its limit was. It drafts
-        from the texts of its former prompt."""
-        if row in self.own:
-            self.groups[self.keys[row]].running.remove(row)
-            del self.own[row]
-        self.counted.pop(row, None)
+        """Start a row again from another prompt, int64 [n], without a completion, no longer than its limit was. It
+        drafts from the texts of its former prompt."""
+        self.texts.pop(row, None)
         self.prompts[row] = prompt.to("cpu", torch.int32)
+
+    def occupy(self, row: int, prompt: torch.Tensor, limit: int) -> None:
+        """Give a row another prompt, int64 [n], and limit, as one that has nothing to do with its former ones."""
+        key = self.keys[row]
+        self.rows_of[key].remove(row)
+        if not self.rows_of[key]:
+            del self.rows_of[key]
+            self.past.pop(key, None)
+        for of_rows in (self.texts, self.ended, self.lengths):
+            of_rows.pop(row, None)
+        self.prompts[row], self.keys[row], self.limits[row] = prompt.to("cpu", torch.int32), key_of(prompt), limit
+        self.rows_of[self.keys[row]].append(row)
 
     def remember(self, completions: Sequence[torch.Tensor]) -> None:
         """Add the rows' completions to the history, integers [n] each."""
-        if self.speculator.history is None:
-            return
-        for prompt, completion in zip(self.prompts, completions, strict=True):
-            if len(completion):
-                self.speculator.history.add(prompt, completion)
+        for row, completion in enumerate(completions):
+            self.remember_row(row, completion)
+
+    def remember_row(self, row: int, completion: torch.Tensor) -> None:
+        """Add a row's completion to the history, integers [n]."""
+        if self.speculator.history is not None and len(completion):
+            self.speculator.history.add(self.prompts[row], completion)

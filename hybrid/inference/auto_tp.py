@@ -17,11 +17,11 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.pytorch_utils import Conv1D
 
-from hybrid.decoders.tp_modules import SharedModules
+from hybrid.execution.tp_modules import SharedModules
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.spec import UnsupportedModel
 from hybrid.models.tp_plan import TensorPlan
-from hybrid.parallel import InferenceGroup
+from hybrid.runtime.parallel import InferenceGroup
 from hybrid.weights.int8 import Int8Linear, WeightLoader, int8_linear, is_linear, keep_in_int8
 from hybrid.weights.slices import Shard, Slice, chunk, planned_slices, require_divisible
 
@@ -49,12 +49,14 @@ Policy = Mapping[type, "str | tuple[str, ...] | LayerPolicy"]  # by layer class;
 
 @dataclass(frozen=True)
 class LayerPolicy:
-    """How ranks share a class of layers, if the names of the row-parallel projections are not enough.
+    """The sharing of a class of layers by ranks, if the names of the row-parallel projections are not enough.
 
-    sums: name endings of row-parallel linear layers: they take a slice of their inputs, and their outputs are summed.
-    whole: name endings of linear layers and embeddings that are replicated (a router, a gate). All others are
-        column-parallel.
-    counts: attributes of the modules that contain them, which are divided by the number of ranks where they exist.
+    Args:
+        sums: name endings of row-parallel linear layers: they take a slice of their inputs, and their outputs are
+            summed.
+        whole: name endings of linear layers and embeddings that are replicated (a router, a gate). All others are
+            column-parallel.
+        counts: attributes of the modules that contain them, which are divided by the number of ranks where they exist.
     """
 
     sums: tuple[str, ...]
@@ -74,7 +76,7 @@ class ParallelLinear(nn.Module):
         self.group, self.row_parallel, self.blocks = group, row_parallel, blocks
         self.transposed = isinstance(linear, Conv1D) or getattr(linear, "transposed", False)
         self.groups = getattr(linear, "groups", 0)  # int8 scales per output channel; 0: not quantized
-        self.weight: nn.Parameter | None = None
+        self.weight: Any = None  # a parameter once it is loaded
         self.bias: nn.Parameter | None = None
         self.register_buffer("weight_scale", None)
 
@@ -103,18 +105,18 @@ class ParallelLinear(nn.Module):
 
 
 def shard_of(group: InferenceGroup) -> Shard:
-    """This rank's part of the group's tensors."""
+    """Return this rank's part of the group's tensors."""
     return Shard(group.size, group.index)
 
 
 def own_parameter(part: torch.Tensor) -> nn.Parameter:
-    """A copy of `part`, contiguous and in its own memory, as a parameter without gradients."""
+    """Return a copy of `part`, contiguous and in its own memory, as a parameter without gradients."""
     return nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=False)
 
 
 @dataclass(frozen=True)
 class ModuleSlice:
-    """How a linear layer, or a layer's embedding of relative positions, is sliced.
+    """The slicing of a linear layer, or of a layer's embedding of relative positions.
 
     row_parallel, blocks: as ParallelLinear's.  counts: as LayerPolicy's, plus the width for CONCATENATED_QKV.
     """
@@ -125,7 +127,7 @@ class ModuleSlice:
 
 
 def read_policy(model: nn.Module, policy: Policy) -> dict[str, ModuleSlice]:
-    """The modules that a policy slices, by name.
+    """Return the modules that a policy slices, by name.
 
     Raises ValueError, as DeepSpeed does, if a key is no nn.Module class, a value is neither names nor a LayerPolicy, or
     the model has no such layer or projection.
@@ -156,7 +158,7 @@ def read_policy(model: nn.Module, policy: Policy) -> dict[str, ModuleSlice]:
 
 
 def slice_of(name: str, module: nn.Module, policy: LayerPolicy) -> ModuleSlice:
-    """How a module of a layer is sliced.  name: its name in the layer, with a leading dot."""
+    """Return the slicing of a module of a layer.  name: its name in the layer, with a leading dot."""
     if name.endswith(policy.sums):
         return ModuleSlice(True, policy.counts)
     if name.endswith(f".{CONCATENATED_QKV}") and has_three_outputs(module):
@@ -166,13 +168,13 @@ def slice_of(name: str, module: nn.Module, policy: LayerPolicy) -> ModuleSlice:
 
 def has_three_outputs(module: nn.Module) -> bool:
     """Whether a linear layer has three times as many outputs as inputs."""
-    inputs = getattr(module, "nx", None) or getattr(module, "in_features", -1)  # nx: Conv1D's name
+    inputs = getattr(module, "nx", 0) or getattr(module, "in_features", -1)  # nx: Conv1D's name
     return width_of(module) == 3 * inputs
 
 
 def width_of(module: nn.Module) -> int:
-    """The number of outputs of a linear layer, or of columns of an embedding."""
-    return getattr(module, "nf", None) or getattr(module, "out_features", None) or module.embedding_dim
+    """Return the number of outputs of a linear layer, or of columns of an embedding."""
+    return getattr(module, "nf", 0) or getattr(module, "out_features", 0) or module.embedding_dim
 
 
 def require_divisible_heads(model: nn.Module, slices: Mapping[str, ModuleSlice], size: int) -> None:
@@ -223,7 +225,7 @@ def load_columns(embedding: nn.Embedding, group: InferenceGroup, weight: torch.T
 
 
 def with_sliced_alibi(attention: nn.Module, group: InferenceGroup) -> Callable:
-    """An attention's forward that slices ALiBi's biases, [rows · heads, 1, tokens], to this rank's heads."""
+    """Return an attention's forward that slices ALiBi's biases, [rows · heads, 1, tokens], to this rank's heads."""
     own = attention.forward
 
     @functools.wraps(own)
@@ -238,7 +240,7 @@ def with_sliced_alibi(attention: nn.Module, group: InferenceGroup) -> Callable:
 
 
 class AutoTP:
-    """How a model's own modules are sliced for `size` ranks.
+    """The slicing of a model's own modules for `size` ranks.
 
     policy: the user's injection policy; None: the model's `tp_plan` or, without one, a policy made from the names of
         its layers' projections.
@@ -260,7 +262,7 @@ class AutoTP:
             self._read_names()
         require_divisible_heads(self.model, self.slices, size)
         for attention in self.plan.attentions if self.plan else ():
-            require_divisible(attention.heads, attention.kv_heads, size, "tensor_parallel.tp_size")
+            require_divisible(size, attention.heads, attention.kv_heads, key="tensor_parallel.tp_size")
 
     def _read_names(self) -> None:
         if not self.info.layers:
@@ -288,7 +290,7 @@ class AutoTP:
         if self.plan is None:
             return {**int8, **slice_modules(self.model, self.slices, group)}
         shared = SharedModules(self.info, [], group, torch.device("cpu"), DynamicCache)
-        self.undo.enter_context(shared.lent())
+        self.undo.enter_context(shared.swapped())
         self.undo.enter_context(shared.exchange.together())  # every call is made by all ranks
         slices: dict[str, list[Slice]] = {}  # a tied parameter has several, all sliced alike
         for ref, part in planned_slices(self.plan, shard_of(group)).items():
@@ -306,6 +308,7 @@ def load_slice(slices: list[Slice], quantize: WeightLoader | None, weight: torch
     """
     part = slices[0].of(weight)
     if quantize is not None:
+        assert part is not None, "each rank has a slice of a linear layer"
         quantize(part)
         return
     param = None if part is None else own_parameter(part)
@@ -314,7 +317,7 @@ def load_slice(slices: list[Slice], quantize: WeightLoader | None, weight: torch
 
 
 def policy_by_names(layers: Iterable[nn.Module]) -> dict[type, LayerPolicy]:
-    """An injection policy made from the names of the layers' projections; {} if none is known.
+    """Return an injection policy made from the names of the layers' projections; {} if none is known.
 
     In each block (attention or MLP) with a projection of ROW_PARALLEL all linear layers are sliced. All others are
     replicated.

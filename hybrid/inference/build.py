@@ -4,13 +4,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from deepspeed.moe.layer import MoE
 from torch import nn
 
 from hybrid.config import InferenceConfig
-from hybrid.decoders.tp_modules import first_output, whole_difference
+from hybrid.execution.tp_modules import first_output, whole_difference
 from hybrid.inference.auto_tp import AutoTP
 from hybrid.inference.checkpoints import open_checkpoint, own_experts, save_mp_checkpoint
 from hybrid.inference.loader import (
@@ -30,7 +31,7 @@ from hybrid.inference.loader import (
 from hybrid.inference.validation import why_no_fused_slices
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.spec import UnsupportedModel
-from hybrid.parallel import InferenceGroup, first_to
+from hybrid.runtime.parallel import InferenceGroup, first_to
 from hybrid.weights.int8 import WeightLoader, in_int8
 from hybrid.weights.model_weights import read_weights
 from hybrid.weights.slices import Shard, Slice, slices_of
@@ -47,20 +48,24 @@ class LoadedSlices:
     """
 
     def __init__(self, info: ModelInfo, group: InferenceGroup, read: ReadTensor):
-        ranks = group.tensor.size
+        layout, ranks = info.layout, group.tensor.size
+        assert layout is not None, "only a model with a fused decoder is sliced for one"
         self.group = group
         self.of_ranks = [
-            slices_of(info.layout, Shard(ranks, index % ranks), Shard(group.size // ranks, index // ranks))
+            slices_of(layout, Shard(ranks, index % ranks), Shard(group.size // ranks, index // ranks))
             for index in range(group.size)
         ]
         weights = replace(read_weights(info, layers_per_group=1), groups=())  # they never change
         self.snapshot = snapshot = Snapshot(weights, self.of_ranks[group.index], decoder_only=True)
         self.shapes: dict[torch.Tensor, torch.Size] = {}  # full shapes of the emptied parameters
         for name, param in state_tensors(info.model).items():
+            if not isinstance(param, nn.Parameter):  # a buffer, which a decoder reads in place
+                set_tensor(info.model, name, param, read(name))
+                continue
             if param not in snapshot.kept:
                 continue
             tensor = read(name)
-            snapshot.keep(param, tensor)  # type: ignore[arg-type]  # a key of `kept` is a parameter
+            snapshot.keep(param, tensor)
             snapshot.peak_bytes = max(snapshot.peak_bytes, snapshot.nbytes() + tensor.nbytes)
             self.shapes[param] = tensor.shape
             set_data(param, tensor.new_empty(0))
@@ -79,7 +84,7 @@ class LoadedSlices:
                 set_data(param, param.new_empty(0))
 
     def _gathered(self, param: nn.Parameter) -> torch.Tensor:
-        """The full tensor of a parameter. Elements that are in no slice, which no decoder reads, are 0."""
+        """Return the full tensor of a parameter. Elements that are in no slice, which no decoder reads, are 0."""
         positions = [self._positions(param, index) for index in range(self.group.size)]
         own = [part.flatten() for part in self.snapshot.parts[param].values() if part is not None]
         mine = torch.cat(own) if own else param.new_empty(0)
@@ -91,7 +96,8 @@ class LoadedSlices:
         return whole
 
     def _positions(self, param: nn.Parameter, index: int) -> torch.Tensor:
-        """The position in the full tensor, counted from 1, of each value of a rank's slices; 0: padding.  int [values]
+        """Return the position in the full tensor, counted from 1, of each value of a rank's slices; 0: padding.  int
+        [values]
 
         Computed by slicing a tensor of positions in the same way as the weights.
         """
@@ -136,7 +142,8 @@ class ModelLoader:
     ):
         self.info, self.model, self.config, self.group, self.device = info, info.model, config, group, device
         self.int8 = config.dtype == torch.int8
-        self.checkpoint = None if config.checkpoint is None else self._open_checkpoint(moe_layers)
+        source = config.checkpoint
+        self.checkpoint = None if source is None else self._open_checkpoint(source, moe_layers)
         self.cast = Cast(self.model, config.dtype, device)
         if self.checkpoint is not None:
             materialize(self.model, self.checkpoint.missing, device)
@@ -147,10 +154,10 @@ class ModelLoader:
         missing = state_tensors(self.model) if self.checkpoint is None else set(self.checkpoint.missing)
         self.own = {name: tensor.detach() for name, tensor in state_tensors(self.model).items() if name in missing}
 
-    def _open_checkpoint(self, moe_layers: dict[str, MoE]) -> CheckpointWeights:
-        """The checkpoint's tensors by the model's names. With `set_empty_params` the model's own are freed."""
+    def _open_checkpoint(self, source: str | dict[str, Any], moe_layers: dict[str, MoE]) -> CheckpointWeights:
+        """Return the checkpoint's tensors by the model's names. With `set_empty_params` the model's own are freed."""
         config, shapes = self.config, {name: tensor.shape for name, tensor in state_tensors(self.model).items()}
-        tensors = open_checkpoint(config.checkpoint, config.base_dir, config.training_mp_size, shapes)
+        tensors = open_checkpoint(source, config.base_dir, config.training_mp_size, shapes)
         checkpoint = CheckpointWeights(self.model, own_experts(moe_layers, tensors), config.strict)
         if config.set_empty_params:
             params = dict(self.model.named_parameters())
@@ -160,11 +167,14 @@ class ModelLoader:
         return checkpoint
 
     def read(self, name: str) -> torch.Tensor:
-        """A full tensor by its name in the model, cast and on the device: the checkpoint's, else the model's own."""
-        return self.cast(name, self.own[name] if name in self.own else self.checkpoint.read(name))
+        """Return a full tensor by its name in the model, cast and on the device: the checkpoint's, else the model's
+        own."""
+        if name in self.own or self.checkpoint is None:
+            return self.cast(name, self.own[name])
+        return self.cast(name, self.checkpoint.read(name))
 
     def load(self) -> LoadedModel:
-        """The loaded model. Raises NotImplementedError if a quantized or sliced model's output differs from the
+        """Return the loaded model. Raises NotImplementedError if a quantized or sliced model's output differs from the
         model's."""
         self._save()
         if self.group.size > 1:
@@ -220,7 +230,7 @@ class ModelLoader:
         return self._loaded(f"sharded over {self.group.size} ranks {source}; {fallback_reason}", auto_tp.undo.close)
 
     def _loaded(self, fallback_reason: str, close: Callable[[], None] = lambda: None) -> LoadedModel:
-        """The loaded model whose own modules hold the weights."""
+        """Return the loaded model whose own modules hold the weights."""
         info = ModelInfo(self.model)
         snapshot = Snapshot(read_weights(info, layers_per_group=1))
         return LoadedModel(info, snapshot, close=close, fallback_reason=fallback_reason)
@@ -230,9 +240,10 @@ class ModelLoader:
         return in_int8(self.model, self.config.quant.weight.q_groups) if self.int8 else {}
 
     def _output(self, device: torch.device) -> torch.Tensor | None:
-        """The model's output for a few tokens; None if it does not run on token ids alone.  [tokens, n]"""
+        """Return the model's output for a few tokens; None if it does not run on token ids alone.  [tokens, n]"""
         with suppress(UnsupportedModel):
             return first_output(self.info, device)
+        return None
 
     def _require_same_output(self, expected: torch.Tensor | None, message: str) -> None:
         """Raise NotImplementedError, on every rank of the group, if a rank's output differs from `expected`.

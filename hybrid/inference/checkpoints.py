@@ -37,7 +37,7 @@ from hybrid.inference.tensor_files import (
     require_files,
     require_unsplit,
 )
-from hybrid.messages import shortened
+from hybrid.runtime.messages import shortened
 
 HUGGING_FACE_NAMES: tuple[str, ...] = (
     "model.safetensors.index.json",
@@ -60,7 +60,7 @@ PACKED += tuple(name.replace("weight", "bias") for name in PACKED)
 def open_checkpoint(
     source: str | dict[str, Any], base_dir: str, parts: int, shapes: Mapping[str, torch.Size]
 ) -> Tensors:
-    """The tensors of a checkpoint, by their names in it.
+    """Return the tensors of a checkpoint, by their names in it.
 
     source: a directory, a file, or DeepSpeed's JSON as a path or as its content. A directory or a file of weights is
         relative to `base_dir`. A JSON file is relative to the working directory, as in DeepSpeed, and if it is not
@@ -84,13 +84,13 @@ def open_checkpoint(
 
 
 def open_weights(path: Path, parts: int) -> Tensors:
-    """The tensors of a file of weights, or of the files that an index names."""
+    """Return the tensors of a file of weights, or of the files that an index names."""
     require_unsplit(path, parts)
     return open_index(path) if path.suffix == ".json" else open_file(path)
 
 
 def open_directory(path: Path, parts: int, shapes: Mapping[str, torch.Size]) -> Tensors:
-    """The tensors in a directory, in the first known format found there."""
+    """Return the tensors in a directory, in the first known format found there."""
     if (path / JSON_NAME).is_file():
         content = read_json(path / JSON_NAME)
         return open_description(content, folders_of(content, "", path), parts, shapes)
@@ -111,7 +111,7 @@ def open_directory(path: Path, parts: int, shapes: Mapping[str, torch.Size]) -> 
 
 
 def folders_of(content: dict[str, Any], base_dir: str, folder: Path) -> list[Path]:
-    """The folders in which to search for the files that DeepSpeed's JSON names, in order.
+    """Return the folders in which to search for the files that DeepSpeed's JSON names, in order.
 
     With a base directory B, which is the JSON's own `base_dir` or else the argument: B relative to the working
     directory, as in DeepSpeed; B relative to `base_dir`; B relative to the JSON's `folder`; that folder. Without one:
@@ -126,7 +126,7 @@ def folders_of(content: dict[str, Any], base_dir: str, folder: Path) -> list[Pat
 def open_description(
     content: dict[str, Any], folders: list[Path], parts: int, shapes: Mapping[str, torch.Size]
 ) -> Tensors:
-    """The tensors that DeepSpeed's JSON describes.
+    """Return the tensors that DeepSpeed's JSON describes.
 
     content: `type`: one of JSON_TYPES. `checkpoints`: a list of files, or a dict with the ranks' parts ("tp") and the
         files of tensors that all ranks have ("non_tp"). `parallelization`: "pp" (files have different tensors) or "tp"
@@ -163,7 +163,7 @@ def open_description(
 
 
 def listed_files(content: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """The file names in DeepSpeed's JSON: those of `checkpoints` or "tp", and those of "non_tp"."""
+    """Return the file names in DeepSpeed's JSON: those of `checkpoints` or "tp", and those of "non_tp"."""
     files = content.get("checkpoints")
     if not isinstance(files, list | dict):
         raise ValueError(
@@ -211,7 +211,7 @@ def save_mp_checkpoint(
 
 
 def open_training_checkpoint(folder: Path, parts: int, shapes: Mapping[str, torch.Size]) -> Tensors:
-    """The weights in a training checkpoint, joined over tensor-parallel ranks.
+    """Return the weights in a training checkpoint, joined over tensor-parallel ranks.
 
     ZeRO 0-2: in the dtype the model computed in. ZeRO-3: the optimizer's float32 weights, joined from the ranks'
     partitions.  parts, shapes: as for `open_checkpoint`. Raises ValueError if files are missing, damaged, or do not fit
@@ -233,7 +233,7 @@ def open_training_checkpoint(folder: Path, parts: int, shapes: Mapping[str, torc
 
 
 def own_experts(layers: dict[str, MoE], tensors: Tensors) -> Tensors:
-    """The tensors of a training checkpoint without the experts of other ranks.
+    """Return the tensors of a training checkpoint without the experts of other ranks.
 
     The checkpoint numbers experts over all ranks; the result uses this rank's local numbers.  layers: MoE layers by
     name, with their expert-parallel groups set.
@@ -254,7 +254,8 @@ def own_experts(layers: dict[str, MoE], tensors: Tensors) -> Tensors:
 
 
 def engine_state(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:
-    """The content of a file saved by a DeepSpeed engine. Raises ValueError if the file or one of `keys` is missing."""
+    """Return the content of a file saved by a DeepSpeed engine. Raises ValueError if the file or one of `keys` is
+    missing."""
     require_files([path])
     state = load_pickle(path)
     missing = [key for key in keys if key not in state] if isinstance(state, dict) else keys
@@ -296,12 +297,12 @@ def joined_by_map(
 
 
 def rebuilt(entry: dict[str, Any], parts: list[FileTensor]) -> torch.Tensor:
-    """The full tensor from the ranks' parts, by its entry in DeepSpeed's map."""
+    """Return the full tensor from the ranks' parts, by its entry in DeepSpeed's map."""
     return ParamAffineMap.from_dict(entry).rebuild({rank: part.read() for rank, part in enumerate(parts)})
 
 
 def zero3_tensors(folder: Path, index: int) -> Tensors:
-    """The tensors of a ZeRO-3 checkpoint, for one tensor-parallel rank.
+    """Return the tensors of a ZeRO-3 checkpoint, for one tensor-parallel rank.
 
     Each data-parallel rank has an equal share of every parameter's elements, in the order of the parameters.
     """
@@ -326,7 +327,7 @@ def zero3_tensors(folder: Path, index: int) -> Tensors:
 
 
 def flat_weights(path: Path, ranks: int, width: int) -> list[torch.Tensor]:
-    """A rank's partitions of all parameters, as flat float32 tensors, one per parameter group.
+    """Return a rank's partitions of all parameters, as flat float32 tensors, one per parameter group.
 
     ranks, width: the number of ranks that must have saved them, and of elements that they must have together.
     """
@@ -340,7 +341,8 @@ def flat_weights(path: Path, ranks: int, width: int) -> list[torch.Tensor]:
 
 
 def trained_tensor(flats: list[list[torch.Tensor]], start: int, end: int, shape: torch.Size) -> torch.Tensor:
-    """The full parameter, whose partition is elements `start` to `end` of the concatenation of each rank's groups."""
+    """Return the full parameter, whose partition is elements `start` to `end` of the concatenation of each rank's
+    groups."""
     partitions = []
     for groups in flats:
         offset = 0
@@ -351,5 +353,5 @@ def trained_tensor(flats: list[list[torch.Tensor]], start: int, end: int, shape:
 
 
 def unpartitioned(partitions: list[torch.Tensor], shape: torch.Size) -> torch.Tensor:
-    """The full parameter from its partitions, without the padding at the end."""
+    """Return the full parameter from its partitions, without the padding at the end."""
     return torch.cat(partitions)[: shape.numel()].view(shape)

@@ -1,7 +1,9 @@
 """`hybrid.init_inference` and its InferenceEngine: DeepSpeed's inference API over this project's decoders."""
 
 import inspect
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,32 +16,35 @@ from torch.utils.hooks import RemovableHandle
 from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
-from hybrid.call_lock import CallLock, with_call_lock
 from hybrid.config import InferenceConfig, RolloutConfig, read_inference_config
-from hybrid.decoders.calls import Calls, SharedCalls
-from hybrid.decoders.collective_forwards import ExpertForwards, LayerwiseForwards
-from hybrid.decoders.containers import containers_of, coverage_of, parts_of
-from hybrid.decoders.deepspeed_moe import exchange_tokens, expert_layers
 from hybrid.decoders.fused_model import FusedModel
-from hybrid.extension_lock import extension_lock_reported
+from hybrid.execution.collective_forwards import ExpertForwards, LayerwiseForwards
+from hybrid.execution.containers import containers_of, coverage_of, parts_of
+from hybrid.execution.deepspeed_moe import exchange_tokens, expert_layers
+from hybrid.execution.executor import Executor, GroupExecutor
+from hybrid.execution.generator import Generator
+from hybrid.execution.rank_waits import RankWaits
+from hybrid.execution.sleep import Sleep
 from hybrid.generation.block_pool import BlockPool
 from hybrid.generation.generate import TooManyTokensError, prompts_of
-from hybrid.generation.generator import Generator
-from hybrid.generation.hf_cache import KVCache
-from hybrid.generation.sampler import Seeds, wrapped
-from hybrid.generation.speculation import speculator_of
+from hybrid.generation.scoring import Distributions, Scores
 from hybrid.inference.build import LoadedModel, ModelLoader
-from hybrid.inference.loader import materialize, restored_on_error
+from hybrid.inference.loader import Cast, materialize, restored_on_error
 from hybrid.inference.validation import inference_group, join_ranks, validated
-from hybrid.inputs import as_model_inputs
 from hybrid.kernels.cuda_graph import GraphedForward
 from hybrid.models.model_info import ModelInfo
-from hybrid.parallel import InferenceGroup, all_gather_objects, engine_name
-from hybrid.profiling import ModelTimes, Profiler
-from hybrid.rank_waits import RankWaits
-from hybrid.sleep import Sleep
+from hybrid.models.model_inputs import ModelInputs
+from hybrid.runtime.call_lock import CallLock, with_call_lock
+from hybrid.runtime.extension_lock import extension_lock_reported
+from hybrid.runtime.inputs import as_model_inputs
+from hybrid.runtime.interrupts import INTERRUPTS
+from hybrid.runtime.memory import free_bytes
+from hybrid.runtime.parallel import InferenceGroup, all_gather_objects, engine_name
+from hybrid.runtime.profiling import ModelTimes, Profiler
+from hybrid.sampling.sampler import Seeds, wrapped
+from hybrid.serving.server import Server
 from hybrid.weights.host_tensors import tensors_in
-from hybrid.weights.lend import Window
+from hybrid.weights.weight_swap import InferenceWindow
 
 
 @extension_lock_reported()
@@ -48,12 +53,15 @@ def init_inference(
 ) -> "InferenceEngine":
     """Build an InferenceEngine. Takes the arguments of `deepspeed.init_inference`.
 
-    model: any module; Hugging Face models of known families run fused if `replace_with_kernel_inject` is true. The
-        model is changed: cast to `dtype`, moved to the device, and put in eval mode.
-    config: DeepSpeed's inference settings: a dict, the path of a JSON file or a `DeepSpeedInferenceConfig`. Keyword
-        arguments are further settings.
-    Raises ValueError, with key, value and what is allowed, for invalid settings, and NotImplementedError for
-    unsupported ones; the model is then unchanged.
+    Args:
+        model: any module; Hugging Face models of known families run fused if `replace_with_kernel_inject` is true. The
+            model is changed: cast to `dtype`, moved to the device, and put in eval mode.
+        config: DeepSpeed's inference settings: a dict, the path of a JSON file or a `DeepSpeedInferenceConfig`.
+        kwargs: further settings.
+
+    Raises:
+        ValueError: for invalid settings, with key, value and what is allowed; the model is then unchanged.
+        NotImplementedError: for unsupported settings; the model is then unchanged.
     """
     return InferenceEngine(model, read_inference_config(config, kwargs))
 
@@ -61,15 +69,19 @@ def init_inference(
 class InferenceEngine(nn.Module):
     """An engine that runs forwards and generates, and does not train. Built by `hybrid.init_inference`.
 
-    model, config: as for `init_inference`.
+    Its fields are many: DeepSpeed's public names (`module`, `config`, `mpu`, ...), and the parts that run a request.
     Threads may share an engine: their calls run one at a time, in the order in which they were made.
+
+    Args:
+        model: as for `init_inference`.
+        config: like `model`.
     """
 
     # DeepSpeed's (0.19.8); the same value in every engine.
     local_cuda_graph = is_compiled = False
     quantization_scales = ep_group = expert_mp_group = None
     quantize_merge_count = 1
-    _calls: Calls
+    _executor: Executor
     _fused: FusedModel
     _graphs: GraphedForward | None
 
@@ -79,6 +91,20 @@ class InferenceEngine(nn.Module):
         self.call_lock = CallLock()
         with restored_on_error(model, with_values=not settings.set_empty_params):
             self._build(model, settings.model_copy(update={"dtype": getattr(torch, settings.dtype)}))
+
+    @property
+    def device(self) -> torch.device:
+        """The device that inputs are moved to."""
+        return self._device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the activations; with int8 weights, that of the model's own weights."""
+        return self._dtype
+
+    def can_generate(self) -> bool:
+        """Whether the model has Hugging Face's `generate`; `transformers.pipeline` asks."""
+        return getattr(self.module, "can_generate", bool)()
 
     def _build(self, model: nn.Module, config: InferenceConfig) -> None:
         """Load, cast and place the model as the settings say, and install its containers."""
@@ -93,10 +119,11 @@ class InferenceEngine(nn.Module):
         self.mpu, self.injection_dict = config.tensor_parallel.mpu, config.injection_policy
         self._group = inference_group(config)
         self._device = torch.device("cpu" if config.keep_module_on_host else get_accelerator().current_device_name())
+        self._dtype = Cast(model, config.dtype, None).dtype
         self._sleep = self._make_sleep()
         self.eval()
         self._install(ModelLoader(info, config, moe_layers, self._group, self._device).load())
-        with torch.no_grad(), self._calls.request(tokens=1):  # runs the self-check
+        with torch.no_grad(), self._executor.request(tokens=1):  # runs the self-check
             pass
         if self._fused.group is not None and not self._fused.checked:
             raise NotImplementedError(
@@ -110,9 +137,10 @@ class InferenceEngine(nn.Module):
 
     def _install(self, loaded: LoadedModel) -> None:
         """Build and install the containers over the loaded weights, which do not change from here on."""
-        defaults, synchronize = RolloutConfig(), get_accelerator().synchronize
+        defaults = RolloutConfig(speculation=self._config.speculation)
+        synchronize = get_accelerator().synchronize
         name = engine_name()
-        self._waits = RankWaits(name, defaults.wait_report_s, self.call_lock, self._decoding_groups)
+        self._waits = RankWaits(name, defaults.wait_report_s, self.call_lock)
         self._profiler = Profiler(name, synchronize)
         make_event = partial(torch.cuda.Event, enable_timing=True) if torch.cuda.is_available() else None
         self._times = ModelTimes(synchronize, make_event)
@@ -120,11 +148,11 @@ class InferenceEngine(nn.Module):
         self._graphs = None
         self._snapshot, self._close = loaded.snapshot, loaded.close
         adapted = bool(loaded.snapshot.adapted)
-        self._window = Window(
+        self._window = InferenceWindow(
             self.module,
             loaded.snapshot,
             self._profiler,
-            lends=adapted,
+            swaps=adapted,
             merges=adapted,
             device=self._device,
             require_awake=self._sleep.require_awake,
@@ -139,32 +167,27 @@ class InferenceEngine(nn.Module):
             lambda: self._own_hooks,
             fallback_reason=loaded.fallback_reason,
             warns=self._config.replace_with_kernel_inject or group is not None,
+            trusts_forwards=self._config.trust_forward,
         )
-        self._calls = self._make_calls(loaded)
+        self._executor = self._make_executor(loaded)
         self._generator = Generator(
-            device=self._device,
-            profiler=self._profiler,
-            kv_cache=KVCache(defaults.kv_step),
-            block_pool=BlockPool(defaults.kv_step),
-            seeds=Seeds(),
-            max_num_seqs=defaults.max_num_seqs,
-            max_out_tokens=self._config.max_out_tokens,
-            limit_name="max_out_tokens",
+            self._profiler,
+            BlockPool(defaults.kv_step, free_bytes=free_bytes),
+            self._config,
+            defaults,
+            times=self._times,
             key_range=self._group.tensor.number,
             seed_group=self._group if self._group.size > 1 and group is None else None,
-            times=self._times,
-            speculator=speculator_of(self._config.speculation),
         )
-        self._generator.attach(loaded.info, self._calls, expands=self._exchange is None)
-        self._containers = containers_of(parts_of(loaded.info), self._calls)
+        self._generator.attach(loaded.info, self._executor, expands=self._exchange is None)
+        self._containers = containers_of(parts_of(loaded.info), self._executor)
         for container in self._containers:
             container.install()
-        self._waits.built()
+        self._waits.built(self._decoding_groups)
 
     def _decoding_groups(self) -> list[InferenceGroup]:
-        """The groups whose ranks compute together; none while the engine is built."""
-        fused = self.__dict__.get("_fused")
-        return [] if fused is None or fused.group is None else [fused.group]
+        """Return the groups whose ranks compute together."""
+        return [] if self._fused.group is None else [self._fused.group]
 
     def _make_sleep(self) -> Sleep:
         shared = self._exchange if self._exchange is not None else self._group if self._group.size > 1 else None
@@ -177,13 +200,13 @@ class InferenceEngine(nn.Module):
             moving=nullcontext,
         )
 
-    def _make_calls(self, loaded: LoadedModel) -> Calls:
-        """The runner of requests: for this rank alone, or for the ranks whose forwards are collectives."""
+    def _make_executor(self, loaded: LoadedModel) -> Executor:
+        """Return the runner of requests: for this rank alone, or for the ranks whose forwards are collectives."""
         # No weights are gathered here, so a rank whose request was rejected has no gathers to join.
         own = (self._window, self._fused, self.call_lock, lambda: False)
         if self._exchange is not None:
             experts = ExpertForwards(self.module, self._exchange, self._device)
-            return SharedCalls(*own, self._exchange.group, experts, self._profiler.phase)
+            return GroupExecutor(*own, self._exchange.group, experts, self._profiler.phase)
         if loaded.slices is not None:
             steps = LayerwiseForwards(
                 loaded.info.structure,
@@ -194,8 +217,10 @@ class InferenceEngine(nn.Module):
                 whole=loaded.slices.whole,
                 before_forward=self._note_gathering,
             )
-            return SharedCalls(*own, self._group.group, steps, self._profiler.phase)
-        return Calls(*own)
+            return GroupExecutor(*own, self._group.group, steps, self._profiler.phase)
+        executor = Executor(*own)
+        executor.is_joint = self._group.size > 1
+        return executor
 
     def _note_gathering(self) -> None:
         if self._fused.checked:  # else this is the self-check
@@ -218,7 +243,7 @@ class InferenceEngine(nn.Module):
     @with_call_lock
     @torch.no_grad()
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The model's output, or with `return_tuple=false` its first tensor. Without gradients.
+        """Return the model's output, or with `return_tuple=false` its first tensor. Without gradients.
 
         If a fused container or a graph runs, `use_cache` defaults to False: no cache is returned.
         """
@@ -236,19 +261,23 @@ class InferenceEngine(nn.Module):
 
     @with_call_lock
     def generate(self, *args: Any, seed: int | None = None, **kwargs: Any) -> Any:
-        """Hugging Face's `generate`, with its arguments and results. Every call starts with an empty KV cache. Inputs
-        may be on any device and ids of any integer dtype; the output is on the model's device.
+        """Run Hugging Face's `generate`, with its arguments and results. Every call starts with an empty KV cache.
 
-        seed: keys the sampling RNG together with the tensor-parallel group, the row and the position. None: the next
-            seed of a sequence that starts from torch's initial seed (`torch.manual_seed`), and restarts when that
-            changes; torch's generators are not drawn from. The ranks of a group use the first rank's initial seed and
-            must make the same calls. If they share the model's own modules, the first rank's seed is used.
-        Raises ValueError for invalid arguments or too many tokens (see `max_out_tokens`), and NotImplementedError for
-        unsupported modes, before anything runs.
+        Inputs may be on any device and ids of any integer dtype; the output is on the model's device.
+
+        Args:
+            seed: keys the sampling RNG together with the tensor-parallel group, the row and the position. None: the
+                next seed of a sequence that starts from torch's initial seed (`torch.manual_seed`), and restarts when
+                that changes; torch's generators are not drawn from. The ranks of a group use the first rank's initial
+                seed and must make the same calls. If they share the model's own modules, the first rank's seed is used.
+
+        Raises:
+            ValueError: for invalid arguments or too many tokens (see `max_out_tokens`), before anything runs.
+            NotImplementedError: for unsupported modes, before anything runs.
         """
         self._sleep.require_awake("generate()")
         following = self._generator.seeds.next()  # at every call, so that the ranks stay in step
-        with self._calls.call():
+        with self._executor.call():
             prompts = prompts_of(self.module, args, kwargs)
             most, least = self._config.max_out_tokens, self._config.min_out_tokens
             if prompts is not None and prompts.shape[1] + least > most:
@@ -258,6 +287,94 @@ class InferenceEngine(nn.Module):
                     "prompt"
                 )
             return self._generator.generate(args, kwargs, seed=following if seed is None else seed)
+
+    def serve(self, max_num_seqs: int | None = None, max_model_len: int | None = None, max_queue: int = 1024) -> Server:
+        """Return a server of requests that come one by one; arguments and errors as `HybridEngine.serve`."""
+        self._generator.info.require_decoder("serve")
+        settings = None, max_num_seqs, max_model_len, max_queue
+        return Server(self._generator, self._serving_call, self.call_lock, *settings)
+
+    @contextmanager
+    def _serving_call(self) -> Iterator[None]:
+        with self.call_lock.call():
+            self._sleep.require_awake("serve()")
+            with self._executor.call():
+                yield
+
+    @with_call_lock
+    def score(
+        self,
+        sequences: torch.Tensor,
+        attention_mask: torch.Tensor,
+        temperature: float = 1.0,
+        rows_per_forward: int = 16,
+        model_inputs: ModelInputs | None = None,
+        top_logprobs: int = 0,
+    ) -> Scores:
+        """Return the logprob and the entropy of every token of given sequences except the first, for a reference model.
+
+        A prefix that sequences have in common is computed once, and logits exist for a few hundred tokens at a time.
+        Ranks that share the weights make the same calls, with the same sequences.
+
+        Args:
+            sequences: token ids, [rows, tokens], padded on either or both sides, of any integer dtype and device.
+            attention_mask: [rows, tokens].
+            temperature: divides the logits; above 0, in float32's normal range.
+            rows_per_forward: maximum rows computed together.
+            model_inputs: as in `HybridEngine.score`.
+            top_logprobs: as in `HybridEngine.score`.
+
+        Returns:
+            Scores, [rows, tokens - 1] each, 0 where masked.
+
+        Raises:
+            TypeError: for invalid sequences or numbers.
+            ValueError: likewise, for a token in whose place the model reads an image, a video or sound, and for a model
+                without a language-modelling head.
+            NotImplementedError: for an encoder-decoder.
+        """
+        self._sleep.require_awake("score()")
+        self._generator.info.require_decoder("score")
+        with self._executor.call():
+            arguments = sequences, attention_mask, None, temperature, rows_per_forward
+            return self._generator.score(*arguments, model_inputs, top_logprobs)
+
+    @with_call_lock
+    def score_distribution(
+        self,
+        sequences: torch.Tensor,
+        attention_mask: torch.Tensor,
+        temperature: float = 1.0,
+        rows_per_forward: int = 16,
+    ) -> Distributions:
+        """Return the distribution of every token of given sequences except the first, for a teacher.
+
+        Kept are hidden states, [tokens, hidden], common prefixes once; `logits(rows, columns)` of the result computes
+        the logits of some tokens, as long as the engine is awake. Never [rows, tokens, vocabulary].
+
+        Args:
+            sequences: token ids, [rows, tokens], as in `score`.
+            attention_mask: [rows, tokens].
+            temperature: divides the logits.
+            rows_per_forward: maximum rows computed together.
+
+        Raises:
+            TypeError: for invalid sequences or numbers.
+            ValueError: likewise.
+            NotImplementedError: without a fused decoder, and where ranks share the weights; `score(top_logprobs=k)` is
+                available there.
+        """
+        self._sleep.require_awake("score_distribution()")
+        self._generator.info.require_decoder("score_distribution")
+        with self._executor.call():
+            kept = self._generator.score_distribution(sequences, attention_mask, temperature, rows_per_forward)
+
+        def head(hidden: torch.Tensor) -> torch.Tensor:
+            with self.call_lock.call():
+                self._sleep.require_awake("Distributions.logits()")
+                return kept.head(hidden)
+
+        return replace(kept, head=head)
 
     def train(self, mode: bool = True) -> "InferenceEngine":
         """Only `train(False)`, i.e. `eval()`, is supported. Raises RuntimeError if `mode` is True."""
@@ -272,15 +389,20 @@ class InferenceEngine(nn.Module):
         """Let the engine leave the device, so that another model can use the memory. The ranks of a group call it
         together.
 
-        level: 1 frees what is made anew after `wake()`: the KV cache, merged adapters, decoders and CUDA graphs.
-            2 moves the weights to the host in addition. Their objects stay and can be read, on the host.
+        Args:
+            level: 1 frees what is made anew after `wake()`: the KV cache, merged adapters, decoders and CUDA graphs.
+                2 moves the weights to the host in addition. Their objects stay and can be read, on the host.
+
         In vLLM level 1 does what 2 does here, and 2 drops the weights, of which this engine has the only copy.
 
         Nothing wakes by itself. While the engine sleeps, `generate`, forwards and at level 2 `coverage` raise
         RuntimeError, with the remedy; `destroy()` works, and leaves the weights on the host. A deeper level may follow;
         the same or a lower one does nothing. Results after `wake()` are those before.
-        Memory that tensors outside of the engine share stays on the device, with a warning. Raises ValueError for
-        another level; RuntimeError inside a request, and if ranks' calls differ or fail: then nothing has moved.
+        Memory that tensors outside of the engine share stays on the device, with a warning.
+
+        Raises:
+            ValueError: for another level.
+            RuntimeError: inside a request, and if ranks' calls differ or fail: then nothing has moved.
         """
         self._sleep.begin(level)
 
@@ -299,7 +421,7 @@ class InferenceEngine(nn.Module):
         return self._sleep.level
 
     def _request_refusal(self, call: str) -> RuntimeError | None:
-        """The error of a call that must not be made inside a request; None outside of one."""
+        """Return the error of a call that must not be made inside a request; None outside of one."""
         if not self._window.is_open:
             return None
         return RuntimeError(f"{call} inside a request, by a hook or a streamer: call it when the request has ended")
@@ -313,9 +435,14 @@ class InferenceEngine(nn.Module):
         if self._snapshot.weights.groups:
             self._snapshot.release()
 
-    @with_call_lock
     def destroy(self) -> None:
-        """Put the model's own forwards back, and free the KV cache, buffers, graphs and hooks of the engine."""
+        """Put the model's own forwards back, and free the KV cache, buffers, graphs and hooks of the engine. Later
+        calls raise RuntimeError."""
+        with self.call_lock, INTERRUPTS.held():
+            self._destroy()
+            self.call_lock.refusal = "destroy() has ended this engine; hybrid.init_inference builds another one"
+
+    def _destroy(self) -> None:
         for container in self._containers:
             container.uninstall()
         for hook in self._own_hooks:
@@ -326,11 +453,16 @@ class InferenceEngine(nn.Module):
         self._snapshot.release()
         self._fused.release()
         self._generator.release_kv()
+        self._group.close()
 
     def coverage(self) -> list[dict[str, str]]:
-        """For each part of the model its `module` name, its `kind`, the `container` that runs it, and the reason.
+        """Return what runs the model.
 
-        Raises RuntimeError asleep at level 2.
+        Returns:
+            For each part its `module` name, its `kind`, the `container` that runs it, and the reason.
+
+        Raises:
+            RuntimeError: asleep at level 2.
         """
         self._sleep.require_awake("coverage()", level=2)
         return coverage_of(self._containers, self._fused)
@@ -361,7 +493,8 @@ class InferenceEngine(nn.Module):
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
         """Time every forward from now on, also inside `generate`; `model_times` gives the results.
 
-        use_cuda_events: use CUDA events if there are any; otherwise the clock, with a device synchronization.
+        Args:
+            use_cuda_events: use CUDA events if there are any; otherwise the clock, with a device synchronization.
         """
         if not self._times.enabled and self._graphs is None:
             self._own_hooks += [
@@ -372,7 +505,11 @@ class InferenceEngine(nn.Module):
 
     @with_call_lock
     def model_times(self) -> list[float]:
-        """Milliseconds of each forward since the last call. Raises AssertionError if profiling is not enabled."""
+        """Return the milliseconds of each forward since the last call.
+
+        Raises:
+            AssertionError: if profiling is not enabled.
+        """
         return self._times.taken()
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -397,7 +534,7 @@ def accepts_use_cache(module: nn.Module, inputs: tuple, kwargs: dict[str, Any]) 
 
 
 def first_tensor(output: Any) -> torch.Tensor:
-    """A model's first output other than the loss: logits, or the hidden states of a model without a head."""
+    """Return a model's first output other than the loss: logits, or the hidden states of a model without a head."""
     if isinstance(output, ModelOutput):
         return next(value for name, value in output.items() if name != "loss")
     if isinstance(output, tuple | list):  # the loss is the only scalar

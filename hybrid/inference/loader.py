@@ -21,7 +21,7 @@ from transformers.core_model_loading import (
 )
 
 from hybrid.inference.tensor_files import Tensors
-from hybrid.messages import shortened
+from hybrid.runtime.messages import shortened
 from hybrid.weights.int8 import WeightLoader
 
 ReadTensor = Callable[[str], torch.Tensor]  # a name in the model to the full tensor, cast and on the device
@@ -53,7 +53,7 @@ class Cast:
 
 
 def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of the model's state dict, each once, under its first name."""
+    """Return the tensors of the model's state dict, each once, under its first name."""
     tensors: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor):
@@ -152,7 +152,8 @@ class CheckpointWeights:
         return misshaped
 
     def _converted(self, first: str, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The model's tensors, by name, that the transform with key `first` makes.  read: by the checkpoint's names."""
+        """Return the model's tensors, by name, that the transform with key `first` makes.  read: by the checkpoint's
+        names."""
         transform: Any = copy.deepcopy(self.transforms[first])
         for key, pattern in self.sources[first]:
             transform.add_tensor(first, key, pattern, partial(read, key))
@@ -165,7 +166,7 @@ class CheckpointWeights:
         return any(re.search(pattern, name) for pattern in patterns)
 
     def read(self, name: str) -> torch.Tensor:
-        """The full tensor whose first name in the model is `name`, in the checkpoint's dtype, on the CPU."""
+        """Return the full tensor whose first name in the model is `name`, in the checkpoint's dtype, on the CPU."""
         name = self.names[name]
         return self._converted(self.made_by[name], lambda key: self.tensors[key].read())[name]
 

@@ -16,7 +16,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from safetensors import SafetensorError, safe_open
 
-from hybrid.messages import shortened
+from hybrid.runtime.messages import shortened
 
 # Classes in DeepSpeed's own checkpoints, in addition to tensors (0.19.8).
 DEEPSPEEDS = [DynamicLossScaler, LossScaler, ZeroStageEnum]
@@ -47,10 +47,10 @@ def require_files(paths: Iterable[Path]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The dictionary in a JSON file. Raises ValueError if there is none."""
+    """Return the dictionary in a JSON file. Raises ValueError if there is none."""
     try:
         content = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"checkpoint: {path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"checkpoint: {path} holds a {type(content).__name__}, not a dictionary")
@@ -58,7 +58,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def open_file(path: Path) -> Tensors:
-    """The tensors of one file: safetensors, or a pickle of a state dict, at the top level or under one of WRAPPERS."""
+    """Return the tensors of one file: safetensors, or a pickle of a state dict, at the top level or under one of
+    WRAPPERS."""
     if path.suffix == ".safetensors":
         try:
             file = safe_open(path, framework="pt")
@@ -78,7 +79,7 @@ def open_file(path: Path) -> Tensors:
 
 
 def load_pickle(path: Path) -> Any:
-    """The content of a file saved by torch, on the CPU; memory-mapped if the file is a zip archive."""
+    """Return the content of a file saved by torch, on the CPU; memory-mapped if the file is a zip archive."""
     try:
         with torch.serialization.safe_globals(DEEPSPEEDS):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -87,17 +88,17 @@ def load_pickle(path: Path) -> Any:
 
 
 def damaged(path: Path, error: Exception) -> ValueError:
-    """The error for a file that cannot be read."""
+    """Return the error for a file that cannot be read."""
     return ValueError(f"checkpoint: {path} cannot be read; it is damaged, or no checkpoint of weights: {error}")
 
 
 def in_memory(tensor: torch.Tensor) -> FileTensor:
-    """A tensor that is in memory already, or memory-mapped."""
+    """Return a tensor that is in memory already, or memory-mapped."""
     return FileTensor(tensor.shape, lambda: tensor)
 
 
 def open_index(path: Path) -> Tensors:
-    """The tensors of Hugging Face's sharded files, by their index, a JSON file."""
+    """Return the tensors of Hugging Face's sharded files, by their index, a JSON file."""
     index = read_json(path).get("weight_map")
     if not isinstance(index, dict) or not index or not all(isinstance(name, str) for name in index.values()):
         raise ValueError(f"checkpoint: {path} has no weight_map, which names the files of tensors")
@@ -113,7 +114,7 @@ def open_index(path: Path) -> Tensors:
 
 
 def merged(files: list[Tensors]) -> Tensors:
-    """The tensors of several files. Raises ValueError if two files have the same tensor."""
+    """Return the tensors of several files. Raises ValueError if two files have the same tensor."""
     tensors: Tensors = {}
     for file in files:
         if duplicates := tensors.keys() & file.keys():
@@ -144,8 +145,8 @@ def joined_parts(ranks: list[Tensors], shapes: Mapping[str, torch.Size], version
 
 
 def joined(parts: list[FileTensor], shape: torch.Size | None, blocks: int) -> FileTensor:
-    """The full tensor from its parts, joined along the dimension in which they add up to `shape`; the first part if it
-    has that shape already or none fits.
+    """Return the full tensor from its parts, joined along the dimension in which they add up to `shape`; the first part
+    if it has that shape already or none fits.
 
     blocks: number of blocks (q, k, v) in each part that are joined separately.
     """
@@ -158,6 +159,6 @@ def joined(parts: list[FileTensor], shape: torch.Size | None, blocks: int) -> Fi
 
 
 def concatenated(parts: list[FileTensor], dim: int, blocks: int) -> torch.Tensor:
-    """The parts concatenated along `dim`, each split into `blocks` that are joined block by block."""
+    """Return the parts concatenated along `dim`, each split into `blocks` that are joined block by block."""
     pieces = [part.read().chunk(blocks, dim) for part in parts]
     return torch.cat([piece[block] for block in range(blocks) for piece in pieces], dim)

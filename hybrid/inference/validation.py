@@ -17,11 +17,20 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from hybrid.config import InferenceConfig, MoEConfig, Refusal, TensorParallelConfig, refuse, unsupported, value_if_set
+from hybrid.config import (
+    InferenceConfig,
+    InvalidSetting,
+    MoEConfig,
+    TensorParallelConfig,
+    check_settings,
+    unsupported,
+    value_if_set,
+)
 from hybrid.inference.auto_tp import AutoTP, read_policy, require_divisible_heads
 from hybrid.models.model_info import ModelInfo
+from hybrid.models.modules import native_adapter
 from hybrid.models.spec import UnsupportedModel
-from hybrid.parallel import InferenceGroup, world_size
+from hybrid.runtime.parallel import InferenceGroup, world_size
 from hybrid.weights.gather import is_partitioned
 from hybrid.weights.int8 import require_groups
 from hybrid.weights.lora import read_adapters
@@ -38,9 +47,9 @@ def validated(info: ModelInfo, config: InferenceConfig, moe_layers: dict[str, Mo
     effect.  moe_layers: DeepSpeed's MoE layers by name.
     """
     if moe_layers:
-        refuse(own_moe_rows(moe_layers, config))
+        check_settings(invalid_deepspeed_moe(moe_layers, config))
         config = config.model_copy(update={"moe": MoEConfig()})
-    refuse(rows(info, config))
+    check_settings(invalid_settings(info, config))
     if config.dtype != torch.int8 and value_if_set(config, "quant") is not None:
         warn(f"quant: given with dtype={config.dtype}; it has no effect, only int8 quantizes")
     # DeepSpeed's object always has the last two keys.
@@ -54,61 +63,66 @@ def validated(info: ModelInfo, config: InferenceConfig, moe_layers: dict[str, Mo
     return config
 
 
-def rows(info: ModelInfo, config: InferenceConfig) -> Iterator[Refusal]:
-    """Settings that are invalid or not supported, in the order in which they are checked."""
+def invalid_settings(info: ModelInfo, config: InferenceConfig) -> Iterator[InvalidSetting]:
+    """Yield the settings that are invalid or not supported, in the order in which they are checked."""
     model, kind = info.model, type(info.model).__name__
     device, has_cuda = get_accelerator(), torch.cuda.is_available()
     dtypes, int8, policy = device.supported_dtypes(), config.dtype == torch.int8, config.injection_policy
     computes = f"{device.device_name()} computes {', '.join(map(str, dtypes))}"
-    yield Refusal(not int8 and config.dtype not in dtypes, "dtype", config.dtype, computes)
+    yield InvalidSetting(not int8 and config.dtype not in dtypes, "dtype", config.dtype, computes)
     least, most = config.min_out_tokens, config.max_out_tokens
-    yield Refusal(least >= most, "min_out_tokens", least, f"it must be less than max_out_tokens={most}")
+    yield InvalidSetting(least >= most, "min_out_tokens", least, f"it must be less than max_out_tokens={most}")
     tp, group = config.tensor_parallel, callers_group(config.tensor_parallel)
     if group is None:
         size, allowed = tp.tp_size if tp.enabled else 1, f"it must divide the world size, {world_size()}"
-        yield Refusal(world_size() % size > 0, "tensor_parallel.tp_size", size, allowed)
+        yield InvalidSetting(world_size() % size > 0, "tensor_parallel.tp_size", size, allowed)
     else:
         ranks = torch.distributed.get_world_size(group)
         differs = "tp_size" in tp.model_fields_set and tp.tp_size != ranks
-        yield Refusal(differs, "tensor_parallel.tp_size", tp.tp_size, f"the group given too has {ranks} ranks")
+        yield InvalidSetting(differs, "tensor_parallel.tp_size", tp.tp_size, f"the group given too has {ranks} ranks")
     partitioned = any(is_partitioned(param) for param in model.parameters())
     yield unsupported(partitioned, "model", kind, "ZeRO-3 has partitioned its weights; use hybrid.initialize")
     partitions = zero_stage(config.zero) == ZeroStageEnum.weights
     yield unsupported(partitions, "zero.stage", 3, "use hybrid.initialize with hybrid_engine.pin_parameters=false")
     if config.checkpoint is None:
         empty = config.set_empty_params
-        yield Refusal(empty, "set_empty_params", empty, "without a checkpoint the model would have no weights")
+        yield InvalidSetting(empty, "set_empty_params", empty, "without a checkpoint the model would have no weights")
         meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-        yield Refusal(meta, "model", kind, "it is on the meta device, and has no weights; give checkpoint=...")
+        yield InvalidSetting(meta, "model", kind, "it is on the meta device, and has no weights; give checkpoint=...")
     if int8:
-        yield from int8_rows(model, config)
+        yield from invalid_int8(model, config)
     for key in ("training_mp_size", "base_dir") if config.checkpoint is None else ():
         value = value_if_set(config, key)
-        yield Refusal(value is not None, key, value, "it describes a checkpoint; give checkpoint too")
+        yield InvalidSetting(value is not None, key, value, "it describes a checkpoint; give checkpoint too")
     internal = config.injection_policy_tuple
-    yield Refusal(internal is not None, "injection_policy_tuple", internal, "it is internal; give injection_policy")
+    yield InvalidSetting(
+        internal is not None, "injection_policy_tuple", internal, "it is internal; give injection_policy"
+    )
     triton, injects = config.use_triton, config.replace_with_kernel_inject
     needs = "it needs a CUDA device and replace_with_kernel_inject=true"
     yield unsupported(triton and not (has_cuda and injects), "use_triton", True, needs)
     if config.speculation is not None:
         remedy = "leave it out"
         needed = f"it needs replace_with_kernel_inject=true; {remedy}"
-        yield Refusal(not injects, "speculation", None, needed)
+        yield InvalidSetting(not injects, "speculation", None, needed)
+        is_missing = info.layout is None  # reading the layout records the reason
         none = f"only fused decoders verify drafts, and {kind} has none ({info.reasons.get('layout')}); {remedy}"
-        yield Refusal(info.layout is None, "speculation", None, none)
+        yield InvalidSetting(is_missing, "speculation", None, none)
+        recurrent = f"{kind} has recurrent layers, whose states do not go back to before a draft; {remedy}"
+        yield InvalidSetting(info.is_recurrent, "speculation", None, recurrent)
     if policy is not None:
         other = "replace_with_kernel_inject=true or moe.ep_size is given too; give one of them"
-        yield Refusal(injects or expert_parallel_size(config.moe) > 1, "injection_policy", None, other)
+        yield InvalidSetting(injects or expert_parallel_size(config.moe) > 1, "injection_policy", None, other)
         read_policy(model, policy)
-    yield from moe_rows(info, config)
+    yield from invalid_moe(info, config)
     if group_size(config) > 1:
-        yield from sharing_rows(info, config, group_size(config))
+        yield from invalid_sharing(info, config, group_size(config))
     unmasked = not config.triangular_masking and is_causal(model)
     yield unsupported(unmasked, "triangular_masking", False, "the model's attention is causal; use true")
 
 
 def zero_stage(settings: dict[str, Any]) -> int:
-    """The stage in `zero`. Raises ValueError for invalid settings."""
+    """Return the stage in `zero`. Raises ValueError for invalid settings."""
     try:
         return DeepSpeedZeroConfig(**settings).stage
     except ValidationError as error:
@@ -117,11 +131,11 @@ def zero_stage(settings: dict[str, Any]) -> int:
         raise ValueError(f"zero.{path}: {first['input']!r} given; {first['msg']}") from error
 
 
-def int8_rows(model: nn.Module, config: InferenceConfig) -> Iterator[Refusal]:
-    """Settings and models that cannot be quantized to int8. Raises ValueError for `q_groups` that do not fit."""
+def invalid_int8(model: nn.Module, config: InferenceConfig) -> Iterator[InvalidSetting]:
+    """Yield settings and models that cannot be quantized to int8. Raises ValueError for `q_groups` that do not fit."""
     weight, path = config.quant.weight, config.save_mp_checkpoint_path
     disabled = not (config.quant.enabled and weight.enabled)
-    yield Refusal(disabled, "quant.enabled", False, "dtype=int8 quantizes; use true, or another dtype")
+    yield InvalidSetting(disabled, "quant.enabled", False, "dtype=int8 quantizes; use true, or another dtype")
     yield unsupported(weight.num_bits != 8, "quant.weight.num_bits", weight.num_bits, "it must be 8")
     yield unsupported(weight.q_type != "symmetric", "quant.weight.q_type", weight.q_type, "it must be 'symmetric'")
     for key in ("quantized_initialization", "post_init_quant"):
@@ -129,14 +143,14 @@ def int8_rows(model: nn.Module, config: InferenceConfig) -> Iterator[Refusal]:
         yield unsupported(bool(value), f"quant.weight.{key}", value, "it is for ZeRO; leave it out")
     instead = "dtype=int8 needs whole experts on every rank; use another dtype, or tensor_parallel"
     yield unsupported(expert_parallel_size(config.moe) > 1, "moe.ep_size", config.moe.ep_size, instead)
-    merge = "the model has adapters; merge them first (merge_and_unload)"
-    yield unsupported(bool(read_adapters(model)), "dtype", config.dtype, merge)
+    merge = "the model has adapters; merge them first (merge_and_unload), or use another dtype"
+    yield unsupported(has_adapters(model), "dtype", config.dtype, merge)
     require_groups(model, weight.q_groups, group_size(config))
     yield unsupported(path is not None, "save_mp_checkpoint_path", path, "dtype=int8 given too; use a floating dtype")
 
 
-def moe_rows(info: ModelInfo, config: InferenceConfig) -> Iterator[Refusal]:
-    """The `moe` settings against the model and the ranks."""
+def invalid_moe(info: ModelInfo, config: InferenceConfig) -> Iterator[InvalidSetting]:
+    """Check the `moe` settings against the model and the ranks."""
     moe, kind, tp = config.moe, type(info.model).__name__, config.tensor_parallel
     size, expected = expert_parallel_size(moe), None if moe.moe_experts == [1] else moe.moe_experts
     yield unsupported(moe.type == "residual", "moe.type", moe.type, "it must be 'standard'")
@@ -145,20 +159,20 @@ def moe_rows(info: ModelInfo, config: InferenceConfig) -> Iterator[Refusal]:
         return
     experts = 0 if info.layout is None else info.layout.spec.num_experts
     differs = expected is not None and experts not in expected
-    yield Refusal(differs, "moe.moe_experts", expected, f"{kind} has {experts} experts in a layer")
+    yield InvalidSetting(differs, "moe.moe_experts", expected, f"{kind} has {experts} experts in a layer")
     yield unsupported(size > 1 and not experts, "moe.ep_size", size, f"{kind} has no experts that are known")
-    yield Refusal(experts % size > 0, "moe.ep_size", size, f"it must divide the {experts} experts of a layer")
+    yield InvalidSetting(experts % size > 0, "moe.ep_size", size, f"it must divide the {experts} experts of a layer")
     grouped = size > 1 and callers_group(tp) is not None
     yield unsupported(grouped, "moe.ep_size", size, "tensor_parallel.tp_group or mpu given too; give tp_size instead")
     if moe.ep_group is not None:
         wrong = tp.tp_size > 1 or torch.distributed.get_world_size(moe.ep_group) != size
-        yield Refusal(wrong, "moe.ep_group", None, f"it must have ep_size={size} ranks, and needs tp_size=1")
+        yield InvalidSetting(wrong, "moe.ep_group", None, f"it must have ep_size={size} ranks, and needs tp_size=1")
     allowed = f"tp_size={tensor_parallel_size(tp)} times ep_size must divide the world size, {world_size()}"
-    yield Refusal(world_size() % group_size(config) > 0, "moe.ep_size", size, allowed)
+    yield InvalidSetting(world_size() % group_size(config) > 0, "moe.ep_size", size, allowed)
 
 
-def own_moe_rows(layers: dict[str, MoE], config: InferenceConfig) -> Iterator[Refusal]:
-    """The `moe` settings against DeepSpeed's own MoE layers."""
+def invalid_deepspeed_moe(layers: dict[str, MoE], config: InferenceConfig) -> Iterator[InvalidSetting]:
+    """Check the `moe` settings against DeepSpeed's own MoE layers."""
     moe, size, path = config.moe, expert_parallel_size(config.moe), config.save_mp_checkpoint_path
     for key in ("ep_group", "ep_mp_group"):
         grouped = getattr(moe, key) is not None
@@ -171,13 +185,17 @@ def own_moe_rows(layers: dict[str, MoE], config: InferenceConfig) -> Iterator[Re
         differs = expected is not None and layer.num_experts not in expected
         is_other = moe.type != kind and value_if_set(moe, "type") is not None
         indivisible = world_size() % layer.ep_size > 0
-        yield Refusal(size != layer.ep_size, "moe.ep_size", size, f"{name} was built with ep_size={layer.ep_size}")
-        yield Refusal(differs, "moe.moe_experts", expected, f"{name} has {layer.num_experts} experts")
-        yield Refusal(is_other, "moe.type", moe.type, f"{name} is {kind}")
-        yield Refusal(indivisible, "moe.ep_size", layer.ep_size, f"it must divide the world size, {world_size()}")
+        yield InvalidSetting(
+            size != layer.ep_size, "moe.ep_size", size, f"{name} was built with ep_size={layer.ep_size}"
+        )
+        yield InvalidSetting(differs, "moe.moe_experts", expected, f"{name} has {layer.num_experts} experts")
+        yield InvalidSetting(is_other, "moe.type", moe.type, f"{name} is {kind}")
+        yield InvalidSetting(
+            indivisible, "moe.ep_size", layer.ep_size, f"it must divide the world size, {world_size()}"
+        )
 
 
-def sharing_rows(info: ModelInfo, config: InferenceConfig, size: int) -> Iterator[Refusal]:
+def invalid_sharing(info: ModelInfo, config: InferenceConfig, size: int) -> Iterator[InvalidSetting]:
     """Whether `size` ranks can share the model's weights. Raises ValueError if they cannot divide its heads."""
     model, reason = info.model, why_no_fused_slices(info, config)
     graphs = f"{size} ranks share the model's own modules ({reason}), which have no graphs; use false"
@@ -185,8 +203,8 @@ def sharing_rows(info: ModelInfo, config: InferenceConfig, size: int) -> Iterato
     if config.injection_policy is not None:
         require_divisible_heads(model, read_policy(model, config.injection_policy), size)
         return
-    merge = "ranks cannot share a model with adapters; merge them first (merge_and_unload)"
-    yield unsupported(bool(read_adapters(model)), "tensor_parallel", size, merge)
+    merge = "ranks cannot share a model with adapters; merge them first (merge_and_unload), or use 1"
+    yield unsupported(has_adapters(model), "tensor_parallel.tp_size", size, merge)
     if reason:
         try:
             AutoTP(info, size)
@@ -194,18 +212,24 @@ def sharing_rows(info: ModelInfo, config: InferenceConfig, size: int) -> Iterato
             instead = f"{type(model).__name__} cannot be sliced ({error}; {reason}); give injection_policy, or use 1"
             yield unsupported(True, "tensor_parallel.tp_size", size, instead)
         return
+    assert info.layout is not None, "a model without a fused decoder has a reason"
     spec, ranks = info.layout.spec, tensor_parallel_size(config.tensor_parallel)
-    require_divisible(spec.num_heads, spec.num_kv_heads, ranks, "tensor_parallel.tp_size")
+    require_divisible(ranks, spec.num_heads, *spec.kv_head_counts, key="tensor_parallel.tp_size")
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether the model has adapters, of any kind."""
+    return bool(native_adapter(model)) or bool(read_adapters(model))
 
 
 def why_no_fused_slices(info: ModelInfo, config: InferenceConfig) -> str:
-    """The reason why ranks share the model's own modules; "" if they share a fused decoder."""
+    """Return the reason why ranks share the model's own modules; "" if they share a fused decoder."""
     if config.injection_policy is not None:
         return "injection_policy is given"
     if config.dtype == torch.int8:
         return "fused slices are not in int8"
-    if info.layout is None:
-        return f"no fused container: {info.reasons['layout']}"
+    if info.sliced_layout is None:
+        return f"no fused container: {info.reasons['sliced_layout']}"
     # The model's own modules would keep all experts.
     if config.replace_with_kernel_inject or expert_parallel_size(config.moe) > 1:
         return ""
@@ -231,12 +255,12 @@ def is_causal(model: nn.Module) -> bool:
 
 
 def callers_group(settings: TensorParallelConfig) -> torch.distributed.ProcessGroup | None:
-    """The caller's process group for tensor parallelism, from `mpu` or `tp_group`; None if neither is given."""
+    """Return the caller's process group for tensor parallelism, from `mpu` or `tp_group`; None if neither is given."""
     return settings.tp_group if settings.mpu is None else settings.mpu.get_model_parallel_group()
 
 
 def tensor_parallel_size(settings: TensorParallelConfig) -> int:
-    """The tensor-parallel size: of the caller's group, or `tp_size`."""
+    """Return the tensor-parallel size: of the caller's group, or `tp_size`."""
     group = callers_group(settings)
     if not settings.enabled:
         return 1
@@ -244,18 +268,18 @@ def tensor_parallel_size(settings: TensorParallelConfig) -> int:
 
 
 def expert_parallel_size(settings: MoEConfig) -> int:
-    """The expert-parallel size."""
+    """Return the expert-parallel size."""
     return settings.ep_size if settings.enabled else 1
 
 
 def group_size(config: InferenceConfig) -> int:
-    """The number of ranks that share one copy of the weights: tensor- times expert-parallel size."""
+    """Return the number of ranks that share one copy of the weights: tensor- times expert-parallel size."""
     return tensor_parallel_size(config.tensor_parallel) * expert_parallel_size(config.moe)
 
 
 def inference_group(config: InferenceConfig) -> InferenceGroup:
-    """The ranks that share one copy of the weights: the caller's group, or consecutive ranks. Building a new group is a
-    collective of all ranks."""
+    """Return the ranks that share one copy of the weights: the caller's group, or consecutive ranks. Building a new
+    group is a collective of all ranks."""
     size = group_size(config)
     group = callers_group(config.tensor_parallel) if expert_parallel_size(config.moe) == 1 else config.moe.ep_group
     tensor_size = tensor_parallel_size(config.tensor_parallel)

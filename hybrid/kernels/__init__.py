@@ -10,6 +10,11 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def has_fast_bfloat16(device: torch.device) -> bool:
+    """Whether torch multiplies bfloat16 matrices fast: on a CPU, whether oneDNN has kernels for its instructions."""
+    return device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def require_contiguous(device: torch.device, dtype: torch.dtype, *tensors: torch.Tensor) -> None:
     """Assert dtype, device and contiguity of tensors that a kernel reads by address."""
     for tensor in tensors:

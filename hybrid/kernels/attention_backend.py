@@ -10,13 +10,14 @@ from hybrid.kernels.kv_addresses import LayerKV
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """What all layers of a decoder's attention share.
+    """Settings of a decoder's attention that all layers share.
 
     num_heads, num_kv_heads: of this rank.  dtype: of queries, keys, values and outputs.
     block_size: tokens in a block of the KV cache.
     scale: factor of q·k.  softcap: c·tanh(x / c) of scaled scores; 0: off.
-    windows: those of the layers, each once: tokens that a query sees, itself included; 0: all tokens before it.
-    alibi: whether a bias is added to the scaled scores.
+    windows: those of the layers, each once: tokens that a query sees, itself included; 0: all tokens before it;
+        below 0: those of its chunk of as many tokens.
+    alibi: whether a bias is added to the scaled scores.  sinks: whether heads have sinks.
     rounded: whether scores are rounded to `dtype` step by step, as in Hugging Face's "eager" attention.
     """
 
@@ -30,6 +31,7 @@ class AttentionSettings:
     windows: tuple[int, ...] = (0,)
     alibi: bool = False
     rounded: bool = False
+    sinks: bool = False
 
 
 class SequenceTables(Protocol):
@@ -64,7 +66,8 @@ class AttentionBackend(Protocol):
     """Kernels for attention over the KV cache, in which the keys and values of new tokens are already.
 
     q [tokens, heads, head_dim] in the settings' dtype, and so is the output. window: one of the settings' windows.
-    bias: ALiBi's, [heads, positions], or None.
+    bias: ALiBi's, [heads, positions], or None.  sinks: for each head the logit of a key without a value, [heads], or
+    None.
     """
 
     def plan(self, batch: SequenceTables, decoding: bool) -> None:
@@ -74,11 +77,23 @@ class AttentionBackend(Protocol):
         """
 
     def prefill(
-        self, q: torch.Tensor, kv: LayerBlocks, batch: SequenceTables, window: int, bias: torch.Tensor | None
+        self,
+        q: torch.Tensor,
+        kv: LayerBlocks,
+        batch: SequenceTables,
+        window: int,
+        bias: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Causal attention of each sequence's new tokens, the last ones of it in the cache."""
+        """Return causal attention of each sequence's new tokens, the last ones of it in the cache."""
 
     def decode(
-        self, q: torch.Tensor, kv: LayerBlocks, batch: SequenceTables, window: int, bias: torch.Tensor | None
+        self,
+        q: torch.Tensor,
+        kv: LayerBlocks,
+        batch: SequenceTables,
+        window: int,
+        bias: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of the last token of each sequence."""

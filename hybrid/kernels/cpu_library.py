@@ -39,7 +39,8 @@ _pointer, _int, _double = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
 def read_records(header: str) -> dict[str, type[ctypes.Structure]]:
-    """The structs of a C++ header as ctypes types, by name, in order. Raises KeyError for a field of unknown type."""
+    """Return the structs of a C++ header as ctypes types, by name, in order. Raises KeyError for a field of unknown
+    type."""
     types: dict[str, Any] = {"int64_t": _int, "double": _double}
     records: dict[str, type[ctypes.Structure]] = {}
     for struct, body in re.findall(r"^struct (\w+) \{(.*?)^\};", re.sub("//.*", "", header), re.DOTALL | re.MULTILINE):
@@ -55,16 +56,17 @@ def read_records(header: str) -> dict[str, type[ctypes.Structure]]:
 
 
 RECORDS = read_records((SOURCES / "records.h").read_text())
-LoraDelta, Linear, Norm, Layer, Decoder, Batch, Draw, Samples = (
-    RECORDS[name] for name in ("LoraDelta", "Linear", "Norm", "Layer", "Decoder", "Batch", "Draw", "Samples")
+LoraDelta, Linear, Norm, Layer, Decoder, Batch, Samples = (
+    RECORDS[name] for name in ("LoraDelta", "Linear", "Norm", "Layer", "Decoder", "Batch", "Samples")
 )
-Text, Drafting, Verified = (RECORDS[name] for name in ("Text", "Drafting", "Verified"))
+Drafting, Router = RECORDS["Drafting"], RECORDS["Router"]
 
 SIGNATURES = {
     "lanes": ([], _int),
     "product_share": ([*[_int] * 5, _pointer], None),
     "work_floats": ([_pointer, _int, _int], _int),
     "forward": ([_pointer, _pointer, _int, _int, _pointer, _pointer, _int], _int),
+    "write_kv": ([_pointer, _pointer, _int, *[_pointer] * 3], None),
     "logits": ([_pointer, _pointer, _int, _pointer, _pointer, _int], None),
     "sample": ([_pointer, _int, _pointer, _int], None),
     "score": ([_pointer, _int, _int, _pointer, _double, _pointer, _pointer, _int], None),
@@ -73,19 +75,15 @@ SIGNATURES = {
     "sum": ([_pointer, _pointer, _int], None),
     "sample_sharded": ([_pointer, _pointer, *[_int] * 4, _pointer, _int], None),
     "decode_steps": ([*[_pointer] * 2, _int, *[_pointer] * 2, _int, _int, *[_pointer] * 3, _int], _int),
-    "verify_steps": (
-        [*[_pointer] * 2, _int, *[_pointer] * 3, _int, *[_pointer] * 2, _int, *[_pointer] * 3, _int],
-        _int,
-    ),
-    "draft_tokens": ([_pointer, _int, _pointer, _int, _int, *[_pointer] * 2], None),
-    "replay_drafts": ([_pointer, _pointer, _int, _pointer, _int, _pointer], None),
+    "draft_tokens": ([_pointer, _int, _pointer, _pointer], None),
     "score_sharded": ([_pointer, _pointer, *[_int] * 4, _pointer, _double, _pointer, _pointer, _int], None),
 }
 
 
 @functools.cache
 def cpu_library() -> ctypes.CDLL | None:
-    """The library, compiled on first use; None, with a warning that gives the reason, if building or loading fails."""
+    """Return the library, compiled on first use; None, with a warning that has the reason, if building or loading
+    fails."""
     try:
         return opened(built(FLAGS))
     except (OSError, subprocess.SubprocessError) as error:
@@ -95,7 +93,7 @@ def cpu_library() -> ctypes.CDLL | None:
 
 
 def opened(path: Path) -> ctypes.CDLL:
-    """The library at `path`, with the C types of its functions set. Raises OSError if it cannot be loaded."""
+    """Return the library at `path`, with the C types of its functions set. Raises OSError if it cannot be loaded."""
     library = ctypes.CDLL(str(path))
     for name, (arguments, result) in SIGNATURES.items():
         function = getattr(library, name)
@@ -106,7 +104,7 @@ def opened(path: Path) -> ctypes.CDLL:
 
 
 def built(flags: Sequence[str]) -> Path:
-    """Path of the library for `flags`, compiled on first use; other processes wait for the one that compiles it.
+    """Return path of the library for `flags`, compiled on first use; other processes wait for the one that compiles it.
 
     Raises OSError without a compiler or a writable directory, CalledProcessError if compiling fails.
     """
@@ -134,8 +132,8 @@ def say(text: str) -> None:
 
 
 def compiler_command() -> list[str]:
-    """The C++ compiler: `$CXX`, which may have arguments, else the first of COMPILERS that is there. Raises OSError if
-    there is none."""
+    """Return the C++ compiler: `$CXX`, which may have arguments, else the first of COMPILERS that is there. Raises
+    OSError if there is none."""
     if chosen := shlex.split(os.environ.get("CXX", "")):
         if (path := shutil.which(chosen[0])) is None:
             raise OSError(f"no C++ compiler: CXX={os.environ['CXX']!r} is not there")
@@ -152,7 +150,8 @@ def compile_into(path: Path, compiler: Sequence[str], flags: Sequence[str]) -> N
         objects, library = Path(folder, "kernels.o"), Path(folder, "kernels.so")
         steps = (
             [*compiler, *flags, "-c", str(SOURCES / "decoder.cpp"), "-o", str(objects)],
-            [*compiler, "-shared", str(objects), "-o", str(library)],  # without -fopenmp: torch's runtime is used
+            # Without -fopenmp: torch's runtime is used. The libraries are named because `gcc` links none of C++.
+            [*compiler, "-shared", str(objects), "-o", str(library), "-lstdc++", "-lm"],
         )
         for step in steps:
             subprocess.run(step, check=True, capture_output=True, text=True)
@@ -160,8 +159,8 @@ def compile_into(path: Path, compiler: Sequence[str], flags: Sequence[str]) -> N
 
 
 def cache_folder() -> Path:
-    """The directory of compiled libraries: `$XDG_CACHE_HOME/hybrid-engine`, or one in the system's temporary directory
-    if that is not writable. Raises OSError if other users own or can write the latter."""
+    """Return the directory of compiled libraries: `$XDG_CACHE_HOME/hybrid-engine`, or one in the system's temporary
+    directory if that is not writable. Raises OSError if other users own or can write the latter."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hybrid-engine"
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -176,7 +175,7 @@ def cache_folder() -> Path:
 
 
 def processor() -> str:
-    """What `-march=native` depends on, as text: architecture, processor name and instruction set flags."""
+    """Return what determines `-march=native`, as text: architecture, processor name, instruction set flags."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     lines = sorted({line for line in lines if line.split("\t")[0].strip() in ("model name", "flags", "Features")})
@@ -184,6 +183,6 @@ def processor() -> str:
 
 
 def address(tensor: torch.Tensor, dtype: torch.dtype) -> int:
-    """The address of a tensor's data; asserts that it is of `dtype`, contiguous and in host memory."""
+    """Return the address of a tensor's data; asserts that it is of `dtype`, contiguous and in host memory."""
     require_contiguous(HOST, dtype, tensor)
     return tensor.data_ptr()

@@ -3,28 +3,45 @@
 Capture and replay have not run on a device yet; the code around them is tested with a substitute for CUDA's capture.
 """
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 WARM_UPS = 2  # runs before a capture, in which kernels are compiled and libraries allocate workspaces
+# How torch, CUDA, cuBLAS and Triton name an error of the capture itself, or of memory. Not "illegal memory access".
+CAPTURE_ERRORS = re.compile("captur|out of memory|ALLOC_FAILED", re.IGNORECASE)
+LEAK = (
+    "torch frees what a failed capture has allocated only when the process ends (pytorch#190348), and through 2.12 "
+    "that also holds for tensors that several streams use (pytorch#180395)"
+)
 Run = Callable[[], None]
+
+
+class CaptureError(RuntimeError):
+    """A function cannot be captured as a graph, or memory is short for it; it may run without one."""
 
 
 class DeviceCapture:
     """Captures functions as CUDA graphs on the current device.
 
-    All of its graphs are captured on one stream and share one memory pool: replay them one after the other.
+    All of its graphs are captured on one stream and share one memory pool: replay them one after the other. When all
+    of them are gone, the next capture begins a new pool: torch's allocator refuses a pool that has no graph left
+    (`use_count > 0` in `create_or_incref_pool`, torch 2.11 to 2.13). A failed capture can leave torch's allocator in
+    the belief that its pool is being captured into (pytorch#180395), so that later captures get another pool and
+    another stream.
     """
 
     def __init__(self) -> None:
         self.stream: torch.cuda.Stream | None = None
         self.pool: Any = None  # torch's handle of the memory pool
+        self.graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # those in the pool
 
     def __call__(self, run: Run) -> Run:
         """Capture `run`, and return the function that replays it.
@@ -36,11 +53,24 @@ class DeviceCapture:
                 "CUDA graphs need a CUDA device, and torch sees none; run the step itself instead"
             )
         if self.stream is None:
-            self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+            self.stream = torch.cuda.Stream()
+        if not self.graphs:
+            self.pool = torch.cuda.graph_pool_handle()
+        try:
+            graph = self._captured(run, self.stream)
+        except BaseException:
+            self.stream, self.graphs = None, WeakSet()
+            raise
+        self.graphs.add(graph)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return graph.replay
+
+    def _captured(self, run: Run, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+        """Return the graph of `run`, in the pool."""
         graph = torch.cuda.CUDAGraph()
-        self.stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(torch.cuda.current_stream())
         # Not `torch.cuda.graph`, which empties the allocator's cache before every capture (torch 2.13).
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
                 run()
             torch.cuda.synchronize()
@@ -53,8 +83,7 @@ class DeviceCapture:
                     graph.capture_end()
                 raise
             graph.capture_end()
-        torch.cuda.current_stream().wait_stream(self.stream)
-        return graph.replay
+        return graph
 
 
 class Graphs:
@@ -62,7 +91,7 @@ class Graphs:
 
     A captured function is run several times before and during its capture, so its side effects must be repeatable.
     max_graphs: graphs that are kept; the least recently used one is dropped.
-    capture: captures a function, and gives what replays it.
+    capture: captures a function, and returns what replays it.
     """
 
     def __init__(self, max_graphs: int = 64, capture: Callable[[Run], Run] | None = None):
@@ -76,8 +105,13 @@ class Graphs:
         return len(self.replays)
 
     def add(self, key: Hashable, run: Run) -> None:
-        """Capture `run` under `key`."""
-        self.replays[key] = self.capture(run)
+        """Capture `run` under `key`. Raises CaptureError if that fails, unless an error of `run` is the reason."""
+        try:
+            self.replays[key] = self.capture(run)
+        except RuntimeError as error:
+            if CAPTURE_ERRORS.search(str(error)):
+                raise CaptureError(str(error)) from error
+            raise
         if len(self.replays) > self.max_graphs:
             self.replays.popitem(last=False)
 
@@ -92,9 +126,16 @@ class Graphs:
 
 
 def capture_sizes(max_capture_size: int) -> list[int]:
-    """The batch sizes that get a graph: few enough to capture, close enough that padding wastes little."""
-    counts = {1, 2, 4, *range(8, max_capture_size, 8), max_capture_size}
-    return sorted(count for count in counts if 0 < count <= max_capture_size)
+    """Return the batch sizes that get a graph: few enough to capture, close enough that padding wastes little.
+
+    Multiples of 8 up to 64; above, four sizes until the size has doubled, so that at most a fifth of a step's sequences
+    is padding. 19 sizes up to 256, 27 up to 1024.
+    """
+    sizes, size = [1, 2, 4], 8
+    while size < max_capture_size:
+        sizes.append(size)
+        size += max(8, 1 << (size.bit_length() - 3))
+    return [size for size in sizes if size < max_capture_size] + [max_capture_size] * (max_capture_size > 0)
 
 
 class GraphedForward:
@@ -108,7 +149,7 @@ class GraphedForward:
         self.captured: dict[tuple, CapturedForward] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output, in new tensors.
+        """Return the module's output, in new tensors.
 
         Raises NotImplementedError for inputs or outputs other than tensors and plain values, or if capturing fails.
         """
@@ -135,9 +176,9 @@ class GraphedForward:
         require_plain(tree_leaves(self.module(*args, **kwargs)), "made by")
         try:
             self.graphs.add(key, run)
-        except RuntimeError as error:
+        except CaptureError as error:
             raise NotImplementedError(
-                f"enable_cuda_graph: this forward of {type(self.module).__name__} cannot be captured: {error}"
+                f"enable_cuda_graph: this forward of {type(self.module).__name__} cannot be captured: {error} ({LEAK})"
             ) from error
         self.captured[key] = forward
         self.captured = {key: kept for key, kept in self.captured.items() if key in self.graphs}
@@ -166,5 +207,5 @@ def require_plain(values: list, where: str) -> None:
 
 
 def kind_of_input(value: object) -> object:
-    """The key of an input: a graph is reused only for inputs with equal keys."""
+    """Return the key of an input: a graph is reused only for inputs with equal keys."""
     return (value.shape, value.dtype, value.device) if isinstance(value, torch.Tensor) else (type(value), repr(value))

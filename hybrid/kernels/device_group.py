@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from hybrid.parallel import InferenceGroup, all_gather_objects
+from hybrid.runtime.parallel import InferenceGroup, all_gather_objects
 
 MAX_BYTES = 8 << 20  # that one sum takes; NCCL is as fast for more
 SUMMED = (torch.bfloat16, torch.float32)  # dtypes that the multicast instructions add
@@ -48,7 +48,7 @@ class DeviceGroup(InferenceGroup):
             self.buffer, self.has_multicast = mapped_buffer(MAX_BYTES, self.dtype, self.device, self.group)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All-reduce: `tensor` becomes, in place, the sum over the group, with the same bits on every rank. Gives
+        """All-reduce: `tensor` becomes, in place, the sum over the group, with the same bits on every rank. Returns
         `tensor`."""
         each = 16 * self.size  # bytes: every rank adds a part, by vectors of 16 bytes
         fits = tensor.dtype == self.dtype and tensor.nbytes <= MAX_BYTES and tensor.nbytes % each == 0
@@ -72,8 +72,8 @@ def maps_symmetric_memory() -> bool:
 def mapped_buffer(
     nbytes: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, bool]:
-    """Memory that the devices of all ranks of `group` have mapped, [nbytes / itemsize], and whether they can add by
-    multicast. A collective."""
+    """Return the memory that the devices of all ranks of `group` have mapped, [nbytes / itemsize], and whether they
+    can add by multicast. A collective."""
     from torch.distributed import _symmetric_memory as symmetric_memory  # torch's CUDA builds
 
     buffer = symmetric_memory.empty(nbytes // dtype.itemsize, dtype=dtype, device=device)
@@ -90,7 +90,7 @@ def sum_in_place(part: torch.Tensor, group_name: str, multicast: bool) -> None:
 
 
 def on_devices(group: InferenceGroup, dtype: torch.dtype, device: torch.device) -> InferenceGroup:
-    """The group; a DeviceGroup if its ranks compute on GPUs."""
+    """Return the group; a DeviceGroup if its ranks compute on GPUs."""
     if device.type != "cuda" or group.size == 1 or isinstance(group, DeviceGroup):
         return group
     return DeviceGroup(group, dtype, device)

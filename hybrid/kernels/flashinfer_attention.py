@@ -22,20 +22,24 @@ WORKSPACE_BYTES = 128 * 2**20  # FlashInfer's recommended size; shared by wrappe
 PLAN_BYTES = 8 * 2**20  # on the device, of each wrapper
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
-LEAST_CAPABILITY = (8, 0)
+MIN_CAPABILITY = (8, 0)
 TENSOR_CORE_GROUP = 4  # query heads of a KV head; FlashInfer's other decode kernel has not all larger groups
 
 
 def flashinfer_reason(settings: AttentionSettings, device: torch.device) -> str:
-    """Why FlashInfer cannot compute this attention on this device; "" if it can."""
+    """Return why FlashInfer cannot compute this attention on this device; "" if it can."""
     if importlib.util.find_spec("flashinfer") is None:
         return "flashinfer is not installed (pip install flashinfer-python)"
     if device.type != "cuda":
         return f"FlashInfer needs a CUDA device, and the model is on {device.type}"
-    if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+    if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
         return "FlashInfer needs a device of compute capability 8.0 or higher"
     if settings.alibi:
         return "ALiBi's bias, rounded as in Hugging Face, is not in FlashInfer"
+    if settings.sinks:
+        return "attention sinks are not in FlashInfer's wrappers for paged caches"
+    if min(settings.windows) < 0:
+        return "chunks of attention are not in FlashInfer"
     if settings.rounded:
         return "scores are rounded as in Hugging Face's eager attention, and FlashInfer does not round them"
     if settings.dtype not in DTYPES:
@@ -69,7 +73,7 @@ class FlashInferAttention:
 
     @staticmethod
     def workspace_bytes(settings: AttentionSettings) -> int:
-        """Bytes on the device that the wrappers keep."""
+        """Return the bytes on the device that the wrappers keep."""
         return WORKSPACE_BYTES + 2 * len(settings.windows) * PLAN_BYTES
 
     def plan(self, batch: SequenceTables, decoding: bool) -> None:
@@ -101,7 +105,7 @@ class FlashInferAttention:
         )
 
     def _options(self, window: int) -> dict[str, Any]:
-        """The options of both kinds of plans. FlashInfer's `window_left` does not count the query itself."""
+        """Return the options of both kinds of plans. FlashInfer's `window_left` does not count the query itself."""
         settings = self.settings
         return {
             "window_left": window - 1 if window else -1,
@@ -112,13 +116,25 @@ class FlashInferAttention:
         }
 
     def prefill(
-        self, q: torch.Tensor, kv: LayerBlocks, batch: SequenceTables, window: int, bias: torch.Tensor | None
+        self,
+        q: torch.Tensor,
+        kv: LayerBlocks,
+        batch: SequenceTables,
+        window: int,
+        bias: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        assert bias is None, "FlashInfer adds no bias"
+        assert bias is None and sinks is None, "FlashInfer adds no bias and has no sinks"
         return self.prefills[window].run(q.contiguous(), (kv.keys, kv.values))
 
     def decode(
-        self, q: torch.Tensor, kv: LayerBlocks, batch: SequenceTables, window: int, bias: torch.Tensor | None
+        self,
+        q: torch.Tensor,
+        kv: LayerBlocks,
+        batch: SequenceTables,
+        window: int,
+        bias: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        assert bias is None, "FlashInfer adds no bias"
+        assert bias is None and sinks is None, "FlashInfer adds no bias and has no sinks"
         return self.decodes[window].run(q.contiguous(), (kv.keys, kv.values))

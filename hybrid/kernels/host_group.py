@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from hybrid.kernels.cpu_library import HOST, address, cpu_library
 from hybrid.kernels.host_memory import ARRIVAL_BYTES, SUM_FAILED, HostMemory, connect, group_record, require_exchanged
-from hybrid.parallel import InferenceGroup, all_gather_objects, timeout_s
+from hybrid.runtime.parallel import InferenceGroup, all_gather_objects, timeout_s
 
 CAPACITY = 1 << 16  # floats that a rank exchanges at a time
 SumFunction = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
@@ -73,7 +73,7 @@ class HostGroup(InferenceGroup):
         self.memory, self.is_open = memory, True
 
     def fail(self) -> None:
-        """This rank has raised an error in the current call: raise RankFailedError on the ranks that wait for it."""
+        """Raise RankFailedError on the ranks that wait for this one, which has raised an error in the current call."""
         for group in dict.fromkeys((self, self.tensor)):
             if group.memory is not None:
                 group.memory.view(torch.int64)[group.index * ARRIVAL_BYTES // 8 + 1] = group.record.call
@@ -107,7 +107,7 @@ class HostGroup(InferenceGroup):
         return received
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All-reduce: `tensor` becomes, in place, the sum over the group, added in float32. Gives `tensor`."""
+        """All-reduce: `tensor` becomes, in place, the sum over the group, added in float32. Returns `tensor`."""
         if self.memory is None or tensor.device != HOST or not tensor.is_floating_point():
             return super().sum(tensor)
         total = tensor.float().contiguous()
@@ -131,12 +131,12 @@ class HostGroup(InferenceGroup):
 
 
 def shared_bytes(size: int) -> int:
-    """Bytes of the memory that `size` ranks exchange through."""
+    """Return the bytes of the memory that `size` ranks exchange through."""
     return size * (ARRIVAL_BYTES + 2 * 4 * CAPACITY)
 
 
 def on_host(group: InferenceGroup, device: torch.device) -> InferenceGroup:
-    """The group; a HostGroup if its ranks compute on CPUs and the CPU kernels are there."""
+    """Return the group; a HostGroup if its ranks compute on CPUs and the CPU kernels are there."""
     if device != HOST or group.size == 1 or isinstance(group, HostGroup) or cpu_library() is None:
         return group
     return HostGroup(group)

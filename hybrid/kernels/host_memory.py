@@ -11,19 +11,23 @@ from deepspeed.accelerator import get_accelerator
 
 from hybrid.kernels import require_contiguous
 from hybrid.kernels.cpu_library import HOST, RECORDS, cpu_library
-from hybrid.parallel import LostRankError, all_gather_objects, broadcast_object, rank, timeout_s
+from hybrid.runtime.parallel import (
+    LostRankError,
+    RankFailedError,
+    all_gather_objects,
+    broadcast_object,
+    rank,
+    timeout_s,
+)
+from hybrid.runtime.waiting import collective
 
 ARRIVAL_BYTES = 64  # of an Arrival in group.h
 TIMEOUT_S = 1800  # for a rank that runs but does not arrive, of a group without a process group
 FAILED, ENDED, SILENT, SUM_FAILED = 1, 2, 3, 4  # GroupStatus in group.h
 
 
-class RankFailedError(RuntimeError):
-    """Another rank has raised an error in a computation that ranks run together."""
-
-
 def group_record(size: int, index: int, capacity: int = 0) -> ctypes.Structure:
-    """The record of a group of ranks that the kernels exchange in."""
+    """Return the record of a group of ranks that the kernels exchange in."""
     record = RECORDS["Group"](size=size, index=index, capacity=capacity, timeout_s=TIMEOUT_S)
     record.call = 1  # memory begins with no failed call: 0
     return record
@@ -62,8 +66,8 @@ class HostMemory:
 
     @classmethod
     def shared_by(cls, group: dist.ProcessGroup) -> "HostMemory | None":
-        """Shared memory for the ranks of `group`; None unless they compute on the CPUs of one host and can open each
-        other's files under /proc."""
+        """Return shared memory for the ranks of `group`; None unless they compute on the CPUs of one host and can open
+        each other's files under /proc."""
         host = cls(group)
         keys = all_gather_objects(host_key(), group)
         if keys[0] is None or len(set(keys)) > 1:
@@ -89,24 +93,25 @@ class HostMemory:
             self.record = record
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A new tensor over the same memory on every rank.  [numel], `dtype`"""
+        """Return a new tensor over the same memory on every rank.  [numel], `dtype`"""
         memory = self._opened(numel * dtype.itemsize)
         assert memory is not None, "ranks that shared memory before cannot open each other's anymore"
         return memory.view(dtype)
 
     def barrier(self) -> None:
-        """A barrier: afterwards all ranks see all earlier writes, and all earlier reads are done.
+        """Wait for all ranks: afterwards they see all earlier writes, and all earlier reads are done.
 
         Raises LostRankError if a rank has ended.
         """
-        if self.record is None:
-            dist.barrier(group=self.group)
-            return
-        cpu_library().barrier(ctypes.addressof(self.record))
+        with collective("barrier", self.group):
+            if self.record is None:
+                dist.barrier(group=self.group)
+                return
+            cpu_library().barrier(ctypes.addressof(self.record))
         require_exchanged(self.record)
 
     def _opened(self, nbytes: int) -> torch.Tensor | None:
-        """New shared memory, uint8 [nbytes]; None on all ranks if one of them may not open it."""
+        """Return new shared memory, uint8 [nbytes]; None on all ranks if one of them may not open it."""
         path, file = None, None
         if dist.get_rank(self.group) == 0:
             file = os.memfd_create("hybrid")  # not limited by /dev/shm's size; nothing is left behind if we are killed
@@ -124,8 +129,8 @@ class HostMemory:
 
 
 def host_key() -> tuple | None:
-    """A key that is equal for processes that can open each other's files under /proc. None if this process has no
-    memfd or /proc, or computes on an accelerator."""
+    """Return a key that is equal for processes that can open each other's files under /proc. None if this process has
+    no memfd or /proc, or computes on an accelerator."""
     if get_accelerator().device_name() != "cpu" or not hasattr(os, "memfd_create"):
         return None
     boot = Path("/proc/sys/kernel/random/boot_id")

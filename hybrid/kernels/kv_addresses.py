@@ -17,7 +17,7 @@ ALIGNMENT = 16  # bytes; kernels load and store as many at a time
 class LayerKV:
     """The keys and values of a layer, each [blocks, block_size, kv_heads, head_dim], contiguous.
 
-    addresses: int64 [2], on the device: of the keys and of the values, as `kv_addresses` gives them.
+    addresses: int64 [2], on the device: of the keys and of the values, as `kv_addresses` returns them.
     """
 
     addresses: torch.Tensor
@@ -28,7 +28,7 @@ class LayerKV:
 
 
 def kv_addresses(keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The addresses of each layer's keys and values, int64 [layers, 2], on the host.
+    """Return the addresses of each layer's keys and values, int64 [layers, 2], on the host.
 
     keys, values [blocks, block_size, kv_heads, head_dim] of each layer: contiguous, of one dtype, on one device. The
     caller keeps them alive for as long as kernels read the addresses.

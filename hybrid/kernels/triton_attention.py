@@ -33,7 +33,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _scores(q, k, bias, scale, SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr, ROUNDED: tl.constexpr):
-    """Scores before masking times log2(e), so that the softmax is one of powers of 2.  float32 [queries, tokens]
+    """Return the scores before masking times log2(e), so that the softmax is one of powers of 2.  float32 [queries,
+    tokens]
 
     q [queries, dims], k [tokens, dims]; bias: added to the scaled scores, [queries or 1, tokens].
     ROUNDED: every step is rounded to q's dtype.
@@ -60,8 +61,14 @@ def _rounded(x, like, ROUNDED: tl.constexpr):
 
 
 @triton.jit
+def _first_seen(position, window):
+    """Return the first position that a query at `position` sees; it may be negative.  window: as LayerSpec's."""
+    return tl.where(window < 0, position // -window * -window, position - window + 1)
+
+
+@triton.jit
 def _blocks(table, tokens, end, BLOCK_SIZE: tl.constexpr):
-    """The blocks of these tokens; 0 from position `end` on.  int32 [tokens]  table: the sequence's block table.
+    """Return the blocks of these tokens; 0 from position `end` on.  int32 [tokens]  table: the sequence's block table.
 
     The kernels load them an iteration before those of keys and values, which the compiler pipelines: with this load in
     the same iteration it pipelines the blocks instead, and one tile of keys and values at a time is in flight (3.7).
@@ -71,7 +78,7 @@ def _blocks(table, tokens, end, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def _offsets(blocks, tokens, kv_head, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Element offsets of the tokens' keys or values in the KV cache.  int64 [tokens]
+    """Return element offsets of the tokens' keys or values in the KV cache.  int64 [tokens]
 
     blocks: of the tokens.  tokens: positions.
     """
@@ -92,6 +99,13 @@ def _softmax_step(scores, v, best, total, out):
     return new_best, total * shrink + tl.sum(weights, 1), out
 
 
+@triton.jit
+def _with_sink(total, best, sinks, mask):
+    """Return the sums of a softmax's weights with those of the sinks.  total, best: of `_softmax_step`; sinks:
+    pointers."""
+    return total + tl.exp2(tl.load(sinks, mask=mask, other=0.0).to(tl.float32) * LOG2_E - best)
+
+
 @triton.jit(do_not_specialize=VARYING)
 def _decode_kernel(
     q,
@@ -99,6 +113,7 @@ def _decode_kernel(
     lengths,
     block_tables,
     bias,
+    sinks,
     out,
     parts,
     log_totals,
@@ -119,6 +134,7 @@ def _decode_kernel(
     JOINED_ROWS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     ROUNDED: tl.constexpr,
 ):
     """One program per sequence, KV head and split of the visible context, for all query heads of the KV head.
@@ -133,7 +149,7 @@ def _decode_kernel(
     values = tl.multiple_of(tl.load(kv_addresses + 1).to(q.dtype), ALIGNED)
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row)
-    first = tl.maximum(length - window, 0)
+    first = tl.maximum(_first_seen(length - 1, window), 0)
     first_tile = first // TILE
     tiles = tl.cdiv(length, TILE) - first_tile
     split_tiles = tl.cdiv(tiles, NUM_SPLITS)
@@ -167,8 +183,10 @@ def _decode_kernel(
             v = tl.load(values + offsets, mask=mask, other=0.0)
             best, total, sum_out = _softmax_step(tl.where(live[None, :], scores, MASKED), v, best, total, sum_out)
         cell = row.to(tl.int64) * KV_HEADS + kv_head
-        split_out = sum_out / total[:, None]
         used_splits = tl.cdiv(tiles, split_tiles)
+        if HAS_SINKS and (NUM_SPLITS == 1 or used_splits == 1):
+            total = _with_sink(total, best, sinks + head, is_head)
+        split_out = sum_out / total[:, None]
         if NUM_SPLITS == 1 or used_splits == 1:
             out_offsets = (cell * GROUP + group_head[:, None]) * HEAD_DIM + dims[None, :]
             tl.store(out + out_offsets, split_out, mask=is_output)
@@ -184,7 +202,20 @@ def _decode_kernel(
             tl.debug_barrier()
             finished = tl.atomic_add(counters + cell, 1, sem="acq_rel", scope="gpu")
             if finished == used_splits - 1:
-                _join(out, parts, log_totals, cell, used_splits, GROUP, HEAD_DIM, NUM_SPLITS, JOINED_ROWS, BLOCK_D)
+                _join(
+                    out,
+                    parts,
+                    log_totals,
+                    cell,
+                    used_splits,
+                    sinks + kv_head * GROUP,
+                    GROUP,
+                    HEAD_DIM,
+                    NUM_SPLITS,
+                    JOINED_ROWS,
+                    BLOCK_D,
+                    HAS_SINKS,
+                )
                 tl.store(counters + cell, 0)  # nobody counts any more; the next launch on this stream begins at 0
 
 
@@ -195,15 +226,17 @@ def _join(
     log_totals,
     cell,
     used_splits,
+    sinks,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     JOINED_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
-    """Adds the parts of a sequence and KV head in the order of their splits, whichever order they were written in.
+    """Add the parts of a sequence and KV head in the order of their splits, whichever order they were written in.
 
-    cell: sequence * KV_HEADS + KV head.
+    cell: sequence * KV_HEADS + KV head.  sinks: of the KV head's query heads.
     """
     group_head, splits, dims = tl.arange(0, JOINED_ROWS), tl.arange(0, NUM_SPLITS), tl.arange(0, BLOCK_D)
     is_head, is_dim = group_head < GROUP, dims < HEAD_DIM
@@ -212,6 +245,8 @@ def _join(
     logs = tl.load(log_totals + first[:, None] + splits[None, :] * GROUP, mask=is_part, other=MASKED)
     best = tl.max(logs, 1)
     total = tl.sum(tl.exp2(logs - best[:, None]), 1)
+    if HAS_SINKS:
+        total = _with_sink(total, best, sinks + group_head, is_head)
     joined = tl.zeros((JOINED_ROWS, BLOCK_D), tl.float32)
     # Unrolled: the loads of several splits are in flight together.
     for split in tl.range(0, used_splits, loop_unroll_factor=8):
@@ -238,7 +273,7 @@ class SplitWorkspace:
 
 
 def split_workspace(group: int, head_dim: int, device: torch.device) -> SplitWorkspace:
-    """The workspace for decode steps of any number of sequences.  group: query heads of a KV head.
+    """Return the workspace for decode steps of any number of sequences.  group: query heads of a KV head.
 
     `num_splits` divides contexts only if there are fewer than MULTIPROCESSORS sequences and KV heads, into fewer than
     2 * MULTIPROCESSORS splits.
@@ -249,7 +284,7 @@ def split_workspace(group: int, head_dim: int, device: torch.device) -> SplitWor
 
 
 def num_splits(sequences: int, kv_heads: int, tiles: int) -> int:
-    """The number of splits of each context: a power of two up to MAX_SPLITS. Depends on shapes only.
+    """Return the number of splits of each context: a power of two up to MAX_SPLITS. Depends on shapes only.
 
     As few as give every multiprocessor a program; at most one for each of the `tiles` that a block table can hold.
     """
@@ -261,7 +296,7 @@ def num_splits(sequences: int, kv_heads: int, tiles: int) -> int:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a kernel is launched.
+    """Launch parameters of an attention kernel.
 
     rows: (query, head) pairs of a program.  tokens: cached tokens of a loop step.
     num_stages: of the loop's pipeline: one fewer tile of keys and values is in flight.
@@ -274,12 +309,12 @@ class Tiling:
 
 
 def shared_kib(arch: int) -> int:
-    """Shared memory that a program may have on a device of compute capability `arch`, such as 90, in KiB."""
+    """Return shared memory that a program may have on a device of compute capability `arch`, such as 90, in KiB."""
     return {80: 163, 87: 163, 86: 99, 89: 99, 120: 99, 121: 99}.get(arch, 227 if arch >= 90 else 64)
 
 
 def architecture(device: torch.device) -> int:
-    """The compute capability of a device, such as 90; 80 for Triton's interpreter."""
+    """Return the compute capability of a device, such as 90; 80 for Triton's interpreter."""
     if device.type != "cuda":
         return 80
     major, minor = torch.cuda.get_device_capability(device)
@@ -287,7 +322,7 @@ def architecture(device: torch.device) -> int:
 
 
 def decode_tiling(dtype: torch.dtype, group: int, head_dim: int, arch: int) -> Tiling:
-    """The tiling of decode steps: 72 to 104 KiB of keys and values in flight, without register spills.
+    """Return the tiling of decode steps: 72 to 104 KiB of keys and values in flight, without register spills.
 
     float32 does not use tensor cores (TF32 is less precise), and its products need more registers.
     """
@@ -299,7 +334,7 @@ def decode_tiling(dtype: torch.dtype, group: int, head_dim: int, arch: int) -> T
 
 
 def prefill_tiling(dtype: torch.dtype, group: int, head_dim: int, arch: int, bias: bool, softcap: bool) -> Tiling:
-    """The tiling of prefill: the largest that fits into registers and shared memory.
+    """Return the tiling of prefill: the largest that fits into registers and shared memory.
 
     bias: whether scores get a bias, of which every query head of a group has its own tile.  softcap: whether scores are
     capped, which takes registers.
@@ -328,6 +363,7 @@ def decode_attention(
     window: int = 0,
     bias: torch.Tensor | None = None,
     rounded: bool = False,
+    sinks: torch.Tensor | None = None,
     splits: int = 0,
     arch: int = 0,
 ) -> torch.Tensor:
@@ -336,11 +372,13 @@ def decode_attention(
     q [sequences, heads, head_dim]: heads are contiguous, sequences may be strided.
     kv: the layer's keys and values, in q's dtype.
     lengths int32 [sequences]: tokens in the cache, at least 1.  block_tables int32 [sequences, max_blocks].
-    softcap, window: 0 is off. A query sees itself and the `window - 1` tokens before it.
+    softcap, window: 0 is off. A query sees itself and the `window - 1` tokens before it; with a window below 0 those of
+        its chunk of `-window` tokens.
     bias: None, or [heads, positions], added to the scaled scores, for every position of `block_tables` (ALiBi).
     rounded: scores are rounded to q's dtype step by step, as in Hugging Face's "eager" attention.
+    sinks: None, or for each head the logit of a key without a value, [heads].
     splits: of each context, a power of two; 0: by `num_splits`.  arch: compute capability; 0: the device's.
-    Gives [sequences, heads, head_dim] in q's dtype. A sequence's bits depend on its own context and on the number of
+    Returns [sequences, heads, head_dim] in q's dtype. A sequence's bits depend on its own context and on the number of
     splits only.
     """
     require_contiguous(q.device, torch.int32, lengths, *block_tables[:1])
@@ -357,7 +395,8 @@ def decode_attention(
         assert rows <= workspace.log_totals.numel() and rows * head_dim <= workspace.parts.numel(), "too many splits"
     out = torch.empty((sequences, heads, head_dim), dtype=q.dtype, device=q.device)
     memory = (workspace.parts, workspace.log_totals, workspace.counters)
-    tensors = (q, kv.addresses, lengths, block_tables, lengths if bias is None else bias, out, *memory)
+    extra = (lengths if tensor is None else tensor for tensor in (bias, sinks))
+    tensors = (q, kv.addresses, lengths, block_tables, *extra, out, *memory)
     _decode_kernel[(sequences, kv_heads, splits)](
         *tensors,
         scale,
@@ -365,18 +404,24 @@ def decode_attention(
         *_strides(q, block_tables, bias),
         NUM_SPLITS=splits,
         JOINED_ROWS=triton.next_power_of_2(group),
-        **_constants(q, kv, bias, softcap, rounded, tiling),
+        **_constants(q, kv, bias, softcap, rounded, tiling, sinks),
     )
     return out
 
 
 def _strides(q: torch.Tensor, block_tables: torch.Tensor, bias: torch.Tensor | None) -> tuple[int, int, int]:
-    """Elements from a row to the next one; 0 without a bias."""
+    """Return elements from a row to the next one; 0 without a bias."""
     return q.stride(0), block_tables.stride(0), 0 if bias is None else bias.stride(0)
 
 
 def _constants(
-    q: torch.Tensor, kv: LayerKV, bias: torch.Tensor | None, softcap: float, rounded: bool, tiling: Tiling
+    q: torch.Tensor,
+    kv: LayerKV,
+    bias: torch.Tensor | None,
+    softcap: float,
+    rounded: bool,
+    tiling: Tiling,
+    sinks: torch.Tensor | None,
 ) -> dict[str, int | float]:
     """Compile-time constants and launch options of both kernels. Asserts dtypes, devices and strides."""
     heads, head_dim = q.shape[1:]
@@ -385,6 +430,9 @@ def _constants(
     assert kv.head_dim == head_dim and heads % kv.kv_heads == 0, "heads of keys and queries differ"
     assert bias is None or (bias.device == q.device and bias.stride(1) == 1), "the bias of a head must be contiguous"
     assert q.stride()[1:] == (head_dim, 1), "the heads of a token must be contiguous"
+    if sinks is not None:
+        require_contiguous(q.device, sinks.dtype, sinks)
+        assert len(sinks) == heads, f"{len(sinks)} sinks of {heads} heads"
     return {
         "KV_HEADS": kv.kv_heads,
         "GROUP": heads // kv.kv_heads,
@@ -393,6 +441,7 @@ def _constants(
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),  # tl.dot's minimum
         "SOFTCAP": softcap,
         "HAS_BIAS": bias is not None,
+        "HAS_SINKS": sinks is not None,
         "ROUNDED": rounded,
         "TILE": tiling.tokens,
         "ROWS": tiling.rows,
@@ -403,7 +452,7 @@ def _constants(
 
 @triton.jit
 def owner_of_block(cu_seqlens, owners, block, SIZE: tl.constexpr):
-    """The owner whose items program `block` processes. Owner i has the items cu_seqlens[i] to cu_seqlens[i + 1].
+    """Return the owner whose items program `block` processes. Owner i has the items cu_seqlens[i] to cu_seqlens[i + 1].
 
     Owner i's blocks of SIZE items begin at block cu_seqlens[i] // SIZE + i, which leaves every owner enough of them. A
     block past its owner's items does nothing. The grid therefore needs items // SIZE + owners blocks, whatever values
@@ -427,6 +476,7 @@ def _prefill_kernel(
     lengths,
     block_tables,
     bias,
+    sinks,
     out,
     sequences,
     scale,
@@ -443,6 +493,7 @@ def _prefill_kernel(
     BLOCK_D: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     ROUNDED: tl.constexpr,
 ):
     """One program per KV head and ROWS // GROUP new tokens of one sequence, for all query heads of the KV head.
@@ -472,7 +523,8 @@ def _prefill_kernel(
         best = tl.full((ROWS,), MASKED, tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         sum_out = tl.zeros((ROWS, BLOCK_D), tl.float32)
-        begin = tl.maximum(length - count + index - window + 1, 0) // TILE * TILE
+        first_seen = _first_seen(position, window)
+        begin = tl.maximum(_first_seen(length - count + index, window), 0) // TILE * TILE
         end = tl.minimum(length - count + index + QUERIES, length)
         table = block_tables + row.to(tl.int64) * table_stride
         blocks = _blocks(table, begin + tl.arange(0, TILE), end, BLOCK_SIZE)
@@ -490,9 +542,10 @@ def _prefill_kernel(
                 key_bias = tl.load(bias + head[:, None] * bias_stride + tokens[None, :], mask=live[None, :], other=0.0)
             scores = _scores(query_rows, k, key_bias, scale, SOFTCAP, HAS_BIAS, ROUNDED)
             v = tl.load(values + offsets, mask=mask, other=0.0)
-            distance = position[:, None] - tokens[None, :]
-            visible = (distance >= 0) & (distance < window)
+            visible = (tokens[None, :] <= position[:, None]) & (tokens[None, :] >= first_seen[:, None])
             best, total, sum_out = _softmax_step(tl.where(visible, scores, MASKED), v, best, total, sum_out)
+        if HAS_SINKS:
+            total = _with_sink(total, best, sinks + head, is_query)
         row_out = out + (token * (KV_HEADS * GROUP) + head[:, None]) * HEAD_DIM + dims[None, :]
         tl.store(row_out, sum_out / total[:, None], mask=query_mask)
 
@@ -508,14 +561,16 @@ def prefill_attention(
     window: int = 0,
     bias: torch.Tensor | None = None,
     rounded: bool = False,
+    sinks: torch.Tensor | None = None,
     arch: int = 0,
 ) -> torch.Tensor:
-    """Causal attention of each sequence's new tokens, the last ones of it in the cache, with or without a prefix.
+    """Return causal attention of each sequence's new tokens, the last ones of it in the cache, with or without a
+    prefix.
 
     q [tokens, heads, head_dim]: packed without padding; heads are contiguous, tokens may be strided.
     cu_seqlens int32 [sequences + 1]: start of each sequence's new tokens in q, and the end.
     lengths int32 [sequences]: tokens in the cache, the new ones included.
-    All other arguments as in `decode_attention`.  Gives [tokens, heads, head_dim] in q's dtype.
+    All other arguments as in `decode_attention`.  Returns [tokens, heads, head_dim] in q's dtype.
     """
     require_contiguous(q.device, torch.int32, cu_seqlens, lengths, *block_tables[:1])
     (tokens, heads, head_dim), sequences = q.shape, len(lengths)
@@ -523,10 +578,11 @@ def prefill_attention(
     features = bias is not None, softcap > 0
     tiling = prefill_tiling(q.dtype, group, head_dim, arch or architecture(q.device), *features)
     out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
-    tensors = (q, kv.addresses, cu_seqlens, lengths, block_tables, lengths if bias is None else bias, out)
+    extra = (lengths if tensor is None else tensor for tensor in (bias, sinks))
+    tensors = (q, kv.addresses, cu_seqlens, lengths, block_tables, *extra, out)
     window, strides = window or UNBOUNDED, _strides(q, block_tables, bias)
     grid = (tokens // (tiling.rows // group) + sequences, kv.kv_heads)
-    constants = _constants(q, kv, bias, softcap, rounded, tiling)
+    constants = _constants(q, kv, bias, softcap, rounded, tiling, sinks)
     _prefill_kernel[grid](*tensors, sequences, scale, window, *strides, **constants)
     return out
 
@@ -543,16 +599,28 @@ class TritonAttention:
         """Nothing to prepare."""
 
     def prefill(
-        self, q: torch.Tensor, kv: LayerBlocks, batch: SequenceTables, window: int, bias: torch.Tensor | None
+        self,
+        q: torch.Tensor,
+        kv: LayerBlocks,
+        batch: SequenceTables,
+        window: int,
+        bias: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         tables = batch.cu_seqlens, batch.lengths, batch.block_tables
-        return prefill_attention(q, kv.addresses, *tables, *self._features(window, bias))
+        return prefill_attention(q, kv.addresses, *tables, *self._features(window, bias, sinks))
 
     def decode(
-        self, q: torch.Tensor, kv: LayerBlocks, batch: SequenceTables, window: int, bias: torch.Tensor | None
+        self,
+        q: torch.Tensor,
+        kv: LayerBlocks,
+        batch: SequenceTables,
+        window: int,
+        bias: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         tables = batch.lengths, batch.block_tables, self.workspace
-        return decode_attention(q, kv.addresses, *tables, *self._features(window, bias))
+        return decode_attention(q, kv.addresses, *tables, *self._features(window, bias, sinks))
 
-    def _features(self, window: int, bias: torch.Tensor | None) -> tuple[Any, ...]:
-        return self.settings.scale, self.settings.softcap, window, bias, self.settings.rounded
+    def _features(self, window: int, bias: torch.Tensor | None, sinks: torch.Tensor | None) -> tuple[Any, ...]:
+        return self.settings.scale, self.settings.softcap, window, bias, self.settings.rounded, sinks

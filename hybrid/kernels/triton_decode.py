@@ -10,9 +10,12 @@ import triton.language as tl
 from hybrid.kernels import require_contiguous
 
 ROWS = 64  # sequences per program
+# Arguments that differ from batch to batch and must not cause a recompilation.
+VARYING = ("count", "num_stops", "capacity", "table_stride")
+DRAWN = ("sampling_logps", "old_logps", "raw_logps")  # parts of one tensor: their alignment depends on the batch
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _slot_mapping_kernel(
     positions, block_tables, slot_mapping, count, table_stride, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr
 ):
@@ -26,7 +29,7 @@ def _slot_mapping_kernel(
 
 
 def decode_slot_mapping(positions: torch.Tensor, block_tables: torch.Tensor, block_size: int) -> torch.Tensor:
-    """The cache position of each sequence's new token, int64 [sequences].
+    """Return the cache position of each sequence's new token, int64 [sequences].
 
     positions: int32 [sequences], of the new token.  block_tables: int32 [sequences, blocks], rows may be strided.
     """
@@ -41,7 +44,7 @@ def decode_slot_mapping(positions: torch.Tensor, block_tables: torch.Tensor, blo
     return slot_mapping
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=DRAWN)
 def _advance_kernel(
     drawn,
     sampling_logps,

@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 
 from hybrid.kernels import require_contiguous
-from hybrid.kernels.torch_ops import Record, routed
 from hybrid.kernels.triton_attention import owner_of_block
 
 BLOCK_OUT = 64  # output columns per program
@@ -84,7 +83,7 @@ def grouped_linear(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("layer", "items"))  # differ from launch to launch
 def _record_experts_kernel(
     chosen, slot_mapping, address, layer, layers, items, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -117,28 +116,41 @@ def record_experts(
 
 def mixture(
     x: torch.Tensor,
-    router: torch.Tensor,
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    per_token: int,
-    normalize: bool,
-    float32: bool,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
     gated: Callable[[torch.Tensor], torch.Tensor],
-    record: Record | None = None,
+    first_expert: int | None = None,
 ) -> torch.Tensor:
-    """`hybrid.kernels.torch_ops.mixture` over all experts, with the same rounding.  [tokens, hidden], x's dtype
+    """`hybrid.kernels.torch_ops.mixture`, with the same rounding.  [tokens, hidden], x's dtype
 
-    x [tokens, hidden], router [experts, hidden], gate_up [experts, 2 · inner, hidden], down [experts, hidden, inner].
-    gated: [items, 2 · inner], gate before up, to act(gate) * up [items, inner].
+    x [tokens, hidden], gate_up [experts, 2 · inner, hidden], down [experts, hidden, inner].
+    weights, chosen [tokens, per_token]: of each token's experts.
+    gate_up_bias [experts, 2 · inner, 1], down_bias [experts, hidden, 1]: None: no bias.
+    gated: [items, 2 · inner], gate before up, to [items, inner].
+    first_expert: the index in `chosen` of the first of these experts, where other ranks have the others; None: these
+        are all.
     """
-    weights, chosen = routed(x, router, per_token, normalize, float32)
-    if record is not None:
-        record(chosen)
-    expert = chosen.flatten()
+    expert, per_token = chosen.flatten(), chosen.shape[1]
+    if first_expert is not None:
+        expert = expert - first_expert
+        is_local = (expert >= 0) & (expert < len(gate_up))
+        expert = expert.masked_fill(~is_local, len(gate_up))  # items after the last group, which are not computed
+    of_bias = expert if first_expert is None else expert.clamp(max=len(gate_up) - 1)
     order = expert.argsort(stable=True)
     experts = torch.arange(len(gate_up) + 1, device=x.device)
     starts = torch.searchsorted(expert[order], experts).int()  # index of each expert's first item, and the end
     order = order.int()
-    inner = gated(grouped_linear(x, gate_up, order, starts, per_token))
-    out = grouped_linear(inner, down, order, starts, 1).unflatten(0, (-1, per_token))
+    items = grouped_linear(x, gate_up, order, starts, per_token)
+    if gate_up_bias is not None:
+        items += gate_up_bias[of_bias, :, 0]
+    out = grouped_linear(gated(items), down, order, starts, 1)
+    if down_bias is not None:
+        out += down_bias[of_bias, :, 0]
+    if first_expert is not None:
+        out.masked_fill_(~is_local[:, None], 0)
+    out = out.unflatten(0, (-1, per_token))
     return (out * weights[..., None]).float().sum(1).to(x.dtype)

@@ -4,6 +4,7 @@ They read and write each element once, sum in float32, and round to the model's 
 Tests run them in Triton's interpreter and compile them for sm_80 to sm_100; `pytest -m gpu` runs them on a device.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,9 @@ import triton.language as tl
 from hybrid.kernels import require_contiguous
 from hybrid.kernels.kv_addresses import ALIGNMENT, LayerKV
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "gelu_new", "relu")  # gelu_new: gelu_tanh, rounded at every step
+# gelu_new: gelu_tanh, rounded at every step
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "gelu_new", "relu", "relu2", "xielu")
+CLAMPED = "swiglu_clamped"  # GPT-OSS's, of gate and up
 ACTIVATION_BLOCK = 1024  # columns per program of the activation
 HEAD_BLOCK = 8  # heads per program of `rope_and_write`
 ALIGNED = tl.constexpr(ALIGNMENT)  # bytes
@@ -42,13 +45,17 @@ def _normed(
     CENTERED: tl.constexpr,
     FLOAT32_WEIGHT: tl.constexpr,
 ):
-    """The norm of a row, float32 [columns]; not rounded to `dtype` yet.  h float32 [columns], 0 where not `live`"""
+    """Return the norm of a row, float32 [columns]; not rounded to `dtype` yet.  h float32 [columns], 0 where not
+    `live`"""
     if CENTERED:
         h = tl.where(live, h - tl.sum(h, 0) / width, 0.0)
     h = h / tl.sqrt(tl.sum(h * h, 0) / width + eps)
     if not FLOAT32_WEIGHT:
         h = h.to(dtype).to(tl.float32)
-    h *= tl.load(weight + columns, mask=live, other=0.0).to(tl.float32) + offset
+    w = tl.load(weight + columns, mask=live, other=0.0).to(tl.float32) + offset
+    if CENTERED:  # a layer norm's 1 + w is a tensor of the model's dtype
+        w = w.to(dtype).to(tl.float32)
+    h *= w
     if HAS_BIAS:
         h += tl.load(bias + columns, mask=live, other=0.0).to(tl.float32)
     return h
@@ -110,7 +117,7 @@ def add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """RMS norm of residual + multiplier * x, and that sum, which is rounded to x's dtype before the norm.
 
-    x, residual [rows, width], rows may be strided; weight [width] or None; bias [width] or None. Gives (normed, sum),
+    x, residual [rows, width], rows may be strided; weight [width] or None; bias [width] or None. Returns (normed, sum),
     [rows, width] in x's dtype; without a residual the sum is x itself, without a weight `normed` is the sum.
     offset: added to the weight (Gemma).  float32_weight: the weight is applied before rounding (Gemma, OLMo2), as in
     layer norms; otherwise after (Llama).  centered: layer norm.
@@ -145,7 +152,25 @@ def _rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def _activation_kernel(x, out, x_stride, width, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+def _softplus(x):
+    """ln(1 + e^x), float32."""
+    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def _activation_kernel(
+    x,
+    positive,
+    negative,
+    out,
+    x_stride,
+    width,
+    alpha,
+    limit,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One program per row and BLOCK columns of out [rows, width]."""
     dtype: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -163,27 +188,54 @@ def _activation_kernel(x, out, x_stride, width, ACTIVATION: tl.constexpr, GATED:
         inner = _rounded(gate + _rounded(0.044715 * cube, dtype), dtype)
         factor = _rounded(1.0 + _rounded(tanh(_rounded(0.7978845608028654 * inner, dtype)), dtype), dtype)
         gate = _rounded(0.5 * gate, dtype) * factor
+    elif ACTIVATION == "xielu":
+        above = _rounded(_softplus(tl.load(positive).to(tl.float32)), dtype)
+        below = _rounded(0.5 + _rounded(_softplus(tl.load(negative).to(tl.float32)), dtype), dtype)
+        low = tl.minimum(gate, _rounded(gate * 0.0 - 1e-6, dtype))
+        series = low * (1.0 + low * (0.5 + low * (1.0 / 6.0 + low * (1.0 / 24.0 + low / 120.0))))
+        expm1 = _rounded(tl.where(low > -0.1, series, tl.exp(low) - 1.0), dtype)
+        curved = _rounded(_rounded(expm1 - gate, dtype) * below, dtype)
+        squared = _rounded(_rounded(above * gate, dtype) * gate, dtype)
+        gate = tl.where(gate > 0.0, squared, curved) + _rounded(0.5 * gate, dtype)
+    elif ACTIVATION == "swiglu_clamped":
+        gate = tl.minimum(gate, limit)
+        gate = gate * _rounded(1.0 / (1.0 + tl.exp(-_rounded(gate * alpha, dtype))), dtype)
     else:
         gate = tl.maximum(gate, 0.0)
+        if ACTIVATION == "relu2":
+            gate = gate * gate
     if GATED:
         up = tl.load(x + row * x_stride + width + columns, mask=live, other=0.0).to(tl.float32)
+        if ACTIVATION == "swiglu_clamped":
+            up = _rounded(tl.minimum(tl.maximum(up, -limit), limit) + 1.0, dtype)
         gate = _rounded(gate, dtype) * up
     tl.store(out + row * width + columns, gate.to(dtype), mask=live)
 
 
-def activated(x: torch.Tensor, activation: str, gated: bool = False) -> torch.Tensor:
+def activated(
+    x: torch.Tensor,
+    activation: str,
+    gated: bool = False,
+    alpha: float = 0.0,
+    limit: float = 0.0,
+    parameters: Sequence[torch.Tensor] | None = None,
+) -> torch.Tensor:
     """act(x), or if `gated` act(gate) * up of x = (gate, up), with the activation rounded before the product.
 
-    x [rows, width] or [rows, 2 * width], gate before up; rows may be strided. Gives [rows, width], same dtype.
-    activation: one of ACTIVATIONS.
+    x [rows, width] or [rows, 2 * width], gate before up; rows may be strided. Returns [rows, width], same dtype.
+    activation: one of ACTIVATIONS; or CLAMPED, gated, with its `alpha` and `limit`.  parameters: xIELU's two, [1] each.
     """
-    assert activation in ACTIVATIONS, f"activation {activation!r} is not one of {ACTIVATIONS}"
+    known = (*ACTIVATIONS, *([CLAMPED] if gated else []))
+    assert activation in known, f"activation {activation!r} is not one of {known}"
     assert x.stride(1) == 1, "rows must be contiguous"
     rows, width = x.shape[0], x.shape[1] // (2 if gated else 1)
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     block = min(ACTIVATION_BLOCK, triton.next_power_of_2(width))
     grid = (rows, triton.cdiv(width, block))
-    _activation_kernel[grid](x, out, x.stride(0), width, ACTIVATION=activation, GATED=gated, BLOCK=block)
+    positive, negative = (x, x) if parameters is None else parameters
+    _activation_kernel[grid](
+        x, positive, negative, out, x.stride(0), width, alpha, limit, ACTIVATION=activation, GATED=gated, BLOCK=block
+    )
     return out
 
 
@@ -245,6 +297,7 @@ def _rope_and_write_kernel(
     ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    NORM_LAST: tl.constexpr,
     WHOLE_ROW: tl.constexpr,
     FLOAT32_WEIGHT: tl.constexpr,
     Q_BLOCKS: tl.constexpr,
@@ -256,6 +309,7 @@ def _rope_and_write_kernel(
     """One program per token and BLOCK_H heads: first the blocks of q, then those of k, then those of v.
 
     WHOLE_ROW: the norm is of all heads of a token together; every program reads the row's other heads too.
+    NORM_LAST: the norm, of each head, is after rope.
     """
     keys = tl.multiple_of(tl.load(kv_addresses).to(q.dtype), ALIGNED)
     values = tl.multiple_of(tl.load(kv_addresses + 1).to(q.dtype), ALIGNED)
@@ -276,7 +330,7 @@ def _rope_and_write_kernel(
     x = tl.load(source + head * HEAD_DIM + column, mask=live, other=0.0)
     if block < Q_BLOCKS + KV_BLOCKS:
         inverse_rms = 1.0
-        if HAS_NORM:
+        if HAS_NORM and not NORM_LAST:
             if WHOLE_ROW:
                 squares = tl.zeros((BLOCK_ROW,), tl.float32)
                 for start in range(0, heads * HEAD_DIM, BLOCK_ROW):
@@ -299,7 +353,7 @@ def _rope_and_write_kernel(
                 before = column < half
                 partner, angle = tl.where(before, column + half, column - half), column % half
             partner_x = tl.load(source + head * HEAD_DIM + partner, mask=live & is_rotary, other=0.0)
-            if HAS_NORM:
+            if HAS_NORM and not NORM_LAST:
                 weight_live = weight_live & is_rotary
                 weight += partner
                 partner_x = _qk_normed(partner_x, inverse_rms, weight, norm_offset, weight_live, FLOAT32_WEIGHT)
@@ -310,15 +364,19 @@ def _rope_and_write_kernel(
             x_cos = (x.to(tl.float32) * c).to(cos.dtype.element_ty).to(tl.float32)
             partner_sin = (partner_x.to(tl.float32) * tl.where(before, -s, s)).to(cos.dtype.element_ty).to(tl.float32)
             x = (x_cos + partner_sin).to(x.dtype)
+        if HAS_NORM and NORM_LAST:
+            square = x.to(tl.float32) * x.to(tl.float32)
+            inverse_rms = (1.0 / tl.sqrt(tl.sum(square, 1) / HEAD_DIM + norm_eps))[:, None]
+            x = _qk_normed(x, inverse_rms, norm + column, norm_offset, column < HEAD_DIM, FLOAT32_WEIGHT)
     tl.store(target + head * HEAD_DIM + column, x, mask=live)
 
 
 @dataclass(frozen=True)
 class QKNorm:
-    """RMS norm of q and k, before RoPE: of each head, or of all heads of a token together.
+    """RMS norm of q and k: of each head, or of all heads of a token together.
 
     q, k: weights, [head_dim] or, of all heads, [heads * head_dim] and [kv_heads * head_dim].
-    eps, offset, float32_weight: as in `add_norm`.
+    eps, offset, float32_weight: as in `add_norm`.  after_rope: of each head, after RoPE; otherwise before it.
     """
 
     q: torch.Tensor
@@ -326,6 +384,7 @@ class QKNorm:
     eps: float
     offset: float = 0.0
     float32_weight: bool = False
+    after_rope: bool = False
 
 
 def rope_and_write(
@@ -340,7 +399,7 @@ def rope_and_write(
     interleaved: bool = False,
     norm: QKNorm | None = None,
 ) -> torch.Tensor:
-    """Norm and RoPE of q and k; writes k and v to the KV cache.  Gives the new q [tokens, heads, head_dim].
+    """Norm and RoPE of q and k; writes k and v to the KV cache.  Returns the new q [tokens, heads, head_dim].
 
     q [tokens, heads, head_dim], k, v [tokens, kv_heads, head_dim]: heads are contiguous, tokens may be strided.
     cos, sin [n, rotary_dim / 2]: in q's dtype to round every product to it, in float32 to round only the result; None:
@@ -348,8 +407,8 @@ def rope_and_write(
     rows: integers [tokens], the row of cos and sin for each token.
     slot_mapping: int64 [tokens], block * BLOCK_SIZE + offset in the block, for each token's key and value.
     kv: the layer's keys and values, in q's dtype, written in place.
-    interleaved: RoPE pairs are neighbours, not halves.  norm: of q and k, before RoPE; None: no norm.
-    Gives q itself if there is neither RoPE nor norm.
+    interleaved: RoPE pairs are neighbours, not halves.  norm: of q and k; None: no norm.
+    Returns q itself if there is neither RoPE nor norm.
     """
     (tokens, heads, head_dim), kv_heads = q.shape, k.shape[1]
     require_contiguous(q.device, torch.int64, kv.addresses, slot_mapping)
@@ -362,6 +421,7 @@ def rope_and_write(
         whole_row = norm.q.numel() != head_dim or norm.k.numel() != head_dim
         sizes = (heads * head_dim, kv_heads * head_dim) if whole_row else (head_dim, head_dim)
         assert (norm.q.numel(), norm.k.numel()) == sizes, "the norms are of each head, or of all heads of a token"
+        assert not (whole_row and norm.after_rope), "norms after rope are of each head"
     assert k.dtype == v.dtype == q.dtype, f"queries are {q.dtype}, keys {k.dtype}, values {v.dtype}"
     assert kv.dtype == q.dtype, f"queries are {q.dtype}, cached keys and values {kv.dtype}"
     assert (kv.kv_heads, kv.head_dim) == (kv_heads, head_dim), "heads of keys and of cached keys differ"
@@ -382,7 +442,7 @@ def rope_and_write(
         "HAS_NORM": norm is not None,
         "FLOAT32_WEIGHT": float32_weight,
     }
-    features |= {"WHOLE_ROW": whole_row, "BLOCK_ROW": 1024}
+    features |= {"WHOLE_ROW": whole_row, "BLOCK_ROW": 1024, "NORM_LAST": norm is not None and norm.after_rope}
     _rope_and_write_kernel[(tokens, q_blocks + 2 * kv_blocks)](
         *tensors, *strides, eps, offset, **constants, **features, BLOCK_D=triton.next_power_of_2(head_dim)
     )

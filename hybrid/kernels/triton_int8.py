@@ -17,7 +17,7 @@ PROGRAMS = 264  # of a decode step: two for each of an H100's multiprocessors
 MIN_INPUTS = 256  # of a split; less work does not pay for adding its sum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rows",))  # differs from batch to batch
 def _int8_linear_kernel(
     x,
     weight,

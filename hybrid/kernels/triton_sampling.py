@@ -28,7 +28,7 @@ for 32 bits at 15 pivots a pass, and each program first has to add up the sums o
 matter are few in all but flat rows: one SM reads 26 kB of L2 in less time than a launch takes, and rows run side by
 side. Only flat rows lose by it, at small batches: a pass over a whole row takes one SM 5.5 us at 110 GB/s, or more.
 
-The uniform number equals that of `hybrid/generation/sampler.py`, bit for bit. Sums are in a fixed order, float32 in a
+The uniform number equals that of `hybrid/sampling/sampler.py`, bit for bit. Sums are in a fixed order, float32 in a
 sub or tile and float64 over these, without atomics: a token is a function of (key, position, settings, row of logits),
 in every batch. They differ from torch's by float32 rounding: where u, or the edge of top-p or min-p, is that close to a
 boundary between two tokens, torch may draw the other. Thresholds compare scores before their division by the
@@ -36,7 +36,6 @@ temperature, as the CPU kernels do.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import triton
@@ -47,31 +46,15 @@ from hybrid.kernels import require_contiguous
 SUB = 128  # logits of one maximum and one sum; fixed, because it determines the order of a row's sums
 CHUNK = 2048  # logits per program of the first launch
 TILE = 2048  # logits that a program of the second launch holds at once
-TEMPERATURE, TOP_K_AT, TOP_P_AT, MIN_P_AT, PENALTY, MIN_NEW = (tl.constexpr(index) for index in range(6))  # in `values`
+TEMPERATURE, TOP_K_AT, TOP_P_AT, MIN_P_AT, PENALTY, MIN_NEW = (tl.constexpr(index) for index in range(6))  # of `values`
+NUM_VALUES = tl.constexpr(6)
 # Scores compare as int32 keys. NOTHING, of lanes without a token, is less than the key of -inf.
 NOTHING = tl.constexpr(-(2**31))
 LOWEST = tl.constexpr(-2139095041)  # the key of -inf
-# splitmix64's constants (Steele, Lea, Flood 2014), as in `hybrid/generation/sampler.py`.
+# splitmix64's constants (Steele, Lea, Flood 2014), as in `hybrid/sampling/sampler.py`.
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 MIX_2 = tl.constexpr(0x94D049BB133111EB)
-
-
-class Settings(Protocol):
-    """What is read of `SamplingMetadata` of hybrid/generation/sampler.py, which lies in a layer above."""
-
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def top_p(self) -> float: ...
-    @property
-    def min_p(self) -> float: ...
-    @property
-    def repetition_penalty(self) -> float: ...
-    @property
-    def min_new_tokens(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -87,35 +70,43 @@ class SamplingFeatures:
     min_new_tokens: bool = False
 
 
-def sampling_features(settings: Settings) -> SamplingFeatures:
-    """The features that `settings` need; a greedy draw needs no truncation."""
-    draws = settings.temperature > 0
+def sampling_features(table: torch.Tensor) -> SamplingFeatures:
+    """Return the features that some settings need; a greedy draw needs no truncation.
+
+    table: float64 [settings, 6] in host memory: temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens.
+    """
+    rows = table.tolist()
+    drawn = [truncations for temperature, *truncations, _, _ in rows if temperature > 0]
     return SamplingFeatures(
-        top_k=draws and settings.top_k > 0,
-        top_p=draws and settings.top_p < 1,
-        min_p=draws and settings.min_p > 0,
-        repetition_penalty=settings.repetition_penalty != 1,
-        min_new_tokens=settings.min_new_tokens > 0,
+        top_k=any(top_k > 0 for top_k, _, _ in drawn),
+        top_p=any(top_p < 1 for _, top_p, _ in drawn),
+        min_p=any(min_p > 0 for _, _, min_p in drawn),
+        repetition_penalty=any(row[4] != 1 for row in rows),
+        min_new_tokens=any(row[5] > 0 for row in rows),
     )
 
 
-def sampling_values(settings: Settings, device: torch.device | str) -> torch.Tensor:
-    """`values` of `sample`, float32 [6] on `device`. The copy to it does not wait; it cannot be captured in a graph."""
-    numbers = (
-        settings.temperature,
-        settings.top_k,
-        settings.top_p,
-        settings.min_p,
-        settings.repetition_penalty,
-        settings.min_new_tokens,
-    )
-    pinned = torch.device(device).type == "cuda"
-    return torch.tensor(numbers, dtype=torch.float32, pin_memory=pinned).to(device, non_blocking=True)
+def values_of_rows(
+    table: torch.Tensor, index: torch.Tensor | None, rows: int, device: torch.device | str
+) -> torch.Tensor:
+    """Return `values` of `sample`, float32 [rows, 6] on `device`.
+
+    The copy to the device does not wait; it cannot be captured in a graph.
+
+    Args:
+        table: as in `sampling_features`.
+        index: int64 [rows] on the device, the entry of each row; None: all rows have the first one.
+        rows: number of rows.
+        device: of the values.
+    """
+    values = table.float()
+    values = (values.pin_memory() if torch.device(device).type == "cuda" else values).to(device, non_blocking=True)
+    return values.expand(rows, -1).contiguous() if index is None else values[index]
 
 
 @triton.jit
 def _uniform(key, position):
-    """`uniform(keys, positions)` of hybrid/generation/sampler.py.  key, position int64; gives float64 in [0, 1)."""
+    """`uniform(keys, positions)` of hybrid/sampling/sampler.py.  key, position int64; returns float64 in [0, 1)."""
     one = tl.full((), 1, tl.uint64)
     bits = key.to(tl.uint64) + one * GOLDEN * (position + 1).to(tl.uint64)
     bits = (bits ^ (bits >> 30)) * (one * MIX_1)
@@ -140,7 +131,8 @@ def _weights(keys, base, inverse):
 
 @triton.jit
 def _scores(x, ids, is_token, seen, penalty, stops, num_stops, PENALIZED: tl.constexpr, SHORT: tl.constexpr):
-    """Scores after repetition penalty and min_new_tokens, as in Hugging Face, of logits x float32 of the tokens `ids`.
+    """Return the scores after repetition penalty and min_new_tokens, as in Hugging Face, of logits x float32 of the
+    tokens `ids`.
 
     seen: pointer to the row.  num_stops: stop tokens whose score is -inf; 0 from position min_new_tokens on.
     """
@@ -155,7 +147,7 @@ def _scores(x, ids, is_token, seen, penalty, stops, num_stops, PENALIZED: tl.con
 
 @triton.jit
 def _stops_of(values, position, num_stops, SHORT: tl.constexpr):
-    """How many stop tokens are excluded at a position."""
+    """Return the number of stop tokens that are excluded at a position."""
     if SHORT:
         num_stops = tl.where(position < tl.load(values + MIN_NEW), num_stops, 0)
     return num_stops
@@ -163,12 +155,12 @@ def _stops_of(values, position, num_stops, SHORT: tl.constexpr):
 
 @triton.jit
 def _above(x, floor, inverse):
-    """Sums over rows of exp((x - floor) / T).  x [n, m], floor [n]; a row of -inf gives 0."""
+    """Return the sums over rows of exp((x - floor) / T).  x [n, m], floor [n]; a row of -inf gives 0."""
     floor = tl.where(floor == float("-inf"), 0.0, floor)
     return tl.sum(tl.exp((x - floor[:, None]) * inverse), 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_stops",))  # differs from request to request
 def _sums_kernel(
     logits,
     seen,
@@ -192,6 +184,7 @@ def _sums_kernel(
     sums float32 [2 or 3, ...]: exp((score - maximum) / T); exp(logit - maximum); exp((logit - maximum) / T) likewise.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    values += row * NUM_VALUES
     subs: tl.constexpr = CHUNK // SUB
     own_subs = chunk * subs + tl.arange(0, subs)
     ids = own_subs[:, None] * SUB + tl.arange(0, SUB)[None, :]
@@ -217,7 +210,7 @@ def _sums_kernel(
 
 @triton.jit
 def _first(candidates, index, fallback, SIZE: tl.constexpr):
-    """The smallest `index` where `candidates`; if there is none, the largest where `fallback`, or 0."""
+    """Return the smallest `index` where `candidates`; if there is none, the largest where `fallback`, or 0."""
     first = tl.min(tl.where(candidates, index, SIZE), 0)
     last = tl.maximum(tl.max(tl.where(fallback, index, -1), 0), 0)
     return tl.where(first == SIZE, last, first)
@@ -225,7 +218,7 @@ def _first(candidates, index, fallback, SIZE: tl.constexpr):
 
 @triton.jit
 def _activate(best_keys, lowest, active, SUBS: tl.constexpr):
-    """Writes the subs whose best key is at least `lowest`, ascending, to `active`; returns their number."""
+    """Write the subs whose best key is at least `lowest`, ascending, to `active`; returns their number."""
     is_active = best_keys >= lowest.to(tl.int32)
     passed = tl.cumsum(is_active.to(tl.int32), 0)
     tl.debug_barrier()  # the list before has been read
@@ -238,8 +231,8 @@ def _activate(best_keys, lowest, active, SUBS: tl.constexpr):
 def _keys_of(
     tile, row, active, count, SUB: tl.constexpr, TILE: tl.constexpr, PENALIZED: tl.constexpr, SHORT: tl.constexpr
 ):
-    """Keys int32 [TILE] of the scores of TILE / SUB active subs, of the list's `count` those from `tile` on; NOTHING
-    where there is no token.  row: logits, seen, penalty, stops, num_stops, vocab
+    """Return keys int32 [TILE] of the scores of TILE / SUB active subs, of the list's `count` those from `tile` on;
+    NOTHING where there is no token.  row: logits, seen, penalty, stops, num_stops, vocab
     """
     logits, seen, penalty, stops, num_stops, vocab = row
     lanes = tl.arange(0, TILE)
@@ -253,7 +246,8 @@ def _keys_of(
 
 @triton.jit
 def _search(keys, weights, target, low, high, ROUNDS: tl.constexpr):
-    """The largest key t in [low, high] for which the weights of keys >= t add up to `target`, by halving the interval
+    """Return the largest key t in [low, high] for which the weights of keys >= t add up to `target`, by halving the
+    interval
     at most ROUNDS times: then a lower bound. `low` if there is none.  keys int32 [n]; low, high int64
     """
     rounds = 0
@@ -283,7 +277,7 @@ def _threshold(
     PENALIZED: tl.constexpr,
     SHORT: tl.constexpr,
 ):
-    """The largest key t >= low for which the tokens with keys >= t number `target`, or BY_MASS have weights
+    """Return the largest key t >= low for which the tokens with keys >= t number `target`, or BY_MASS have weights
     exp((score - base) / T) that add up to it. `low` if there is none.  target float64, low int64
 
     best_keys int32 [SUBS]: of the subs' best tokens.
@@ -353,7 +347,7 @@ def _mass_from(
     PENALIZED: tl.constexpr,
     SHORT: tl.constexpr,
 ):
-    """The sum of exp((score - base) / T) over the keys >= lowest, float64."""
+    """Return the sum of exp((score - base) / T) over the keys >= lowest, float64."""
     count, mass = _activate(best_keys, lowest, active, SUBS), tl.full((), 0.0, tl.float64)
     for tile in range(0, count, TILE // SUB):
         keys = _keys_of(tile, row, active, count, SUB, TILE, PENALIZED, SHORT)
@@ -362,7 +356,7 @@ def _mass_from(
     return mass
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_stops",))
 def _draw_kernel(
     logits,
     seen,
@@ -391,13 +385,14 @@ def _draw_kernel(
 ):
     """One program per row: the threshold, the sub in which the cumulative mass exceeds u * total, the token in it.
 
-    If rounding leaves no such sub or token, the last one with any mass. A token without mass is never drawn.
+    If rounding leaves no such sub or token, the last one with any mass. A token without mass is never drawn. A row
+    without a softmax gets logprobs of NaN and any token.
     maxima, sums: of `_sums_kernel`, [.., rows, subs].  tokens int64 [rows].  logprobs float32 [3, rows]: sampling, old,
     raw.  scratch int32 [rows, TILE + 3 * SUBS]: candidates' keys; the list of active subs; of each active sub the mass
     above the threshold (float32) and the number of tokens at it.
     """
     index, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    logits, seen = logits + index * logits_stride, seen + index * seen_stride
+    logits, seen, values = logits + index * logits_stride, seen + index * seen_stride, values + index * NUM_VALUES
     temperature, penalty = tl.load(values + TEMPERATURE), tl.load(values + PENALTY)
     is_greedy = temperature == 0
     inverse = 1.0 / tl.where(is_greedy, 1.0, temperature)
@@ -410,6 +405,7 @@ def _draw_kernel(
     base = tl.where(best == float("-inf"), 0.0, best)
     sub_mass = tl.load(sums + cells, mask=is_sub, other=0.0) * tl.exp((sub_best - base) * inverse)
     full_mass = sub_mass
+    full = tl.sum(full_mass.to(tl.float64), 0)  # NaN if a score is NaN or +inf, which maxima may hide
 
     # Kept are the tokens above the threshold, and of each sub the last `sub_ties` of those at it; of these min-p's.
     threshold, min_p = tl.full((), LOWEST, tl.int64), 0.0
@@ -420,7 +416,7 @@ def _draw_kernel(
         active, tie_cells = candidates + TILE, candidates + TILE + 2 * SUBS
         mass_cells = (candidates + TILE + SUBS).to(tl.pointer_type(tl.float32), bitcast=True)
         best_keys = tl.where(is_sub, _key(sub_best), NOTHING)
-        total = tl.sum(sub_mass.to(tl.float64), 0)
+        total = full
         off = temperature < 0
         has_top_k, has_top_p, has_min_p = off, off, off
         if TOP_K:
@@ -531,7 +527,8 @@ def _draw_kernel(
 
     raw = tl.load(sums + size + cells, mask=is_sub, other=0.0)
     tl.store(tokens + index, (sub * SUB + lane).to(tl.int64))
-    tl.store(logprobs + index, (score - base) * inverse - tl.log(kept_mass.to(tl.float32)))
+    sampled = (score - base) * inverse - tl.log(kept_mass.to(tl.float32))
+    tl.store(logprobs + index, tl.where(full > 0, sampled, float("nan")))
     if PENALIZED or SHORT:
         sub_best = tl.load(maxima + size + cells, mask=is_sub, other=float("-inf"))
         base = tl.max(sub_best, 0)
@@ -557,21 +554,22 @@ def sample(
     Scores are the logits after repetition penalty and min_new_tokens; they are divided by the temperature T and
     truncated by top-k, top-p and min-p, in Hugging Face's order. The logprobs: under the distribution drawn from; under
     softmax(logits / T); under softmax(logits). T = 0 takes the highest score, the first of equal ones, without
-    truncation; its logprobs are under softmax(scores), softmax(logits) and softmax(logits).
+    truncation; its logprobs are under softmax(scores), softmax(logits) and softmax(logits). A row whose scores have no
+    softmax (NaN, +inf, or -inf alone) gets logprobs of NaN.
 
     logits float32 [rows, vocab], rows may be strided; they are not written.
     keys int64 [rows]: of `stream_keys`.  positions int32 or int64 [rows]: index of the new token in its completion.
-    values float32 [6] on the device, of `sampling_values`: temperature, top_k, top_p, min_p, repetition_penalty,
-        min_new_tokens. A captured graph works for all values of the same features.
+    values float32 [rows, 6] on the device, of `values_of_rows`: temperature, top_k, top_p, min_p, repetition_penalty,
+        min_new_tokens of each row. A captured graph works for all values of the same features.
     seen uint8 or bool [rows, vocab], rows may be strided: which tokens prompt and completion have; for the repetition
         penalty.
     stop_token_ids int64 [n]: these are not drawn at positions below min_new_tokens.
-    Gives tokens int64 [rows] and three logprobs float32 [rows].
+    Returns tokens int64 [rows] and three logprobs float32 [rows].
     """
     assert logits.dtype == torch.float32 and logits.stride(1) == 1, "logits are float32, their rows contiguous"
     assert positions.dtype in (torch.int32, torch.int64), "positions are int32 or int64"
-    assert values.shape == (6,), "values are six: see sampling_values"
     rows, vocab = logits.shape
+    assert values.shape == (rows, 6), "values are six of each row: see values_of_rows"
     require_contiguous(logits.device, torch.int64, keys)
     require_contiguous(logits.device, positions.dtype, positions)
     require_contiguous(logits.device, torch.float32, values)

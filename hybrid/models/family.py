@@ -3,7 +3,7 @@
 `reader.py` applies the rows to models. Nothing here reads a weight.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ CHOICES = (
 ).split()
 
 ACTIVATIONS = {
+    "relu2": "relu2",
     "silu": "silu",
     "swish": "silu",
     "relu": "relu",
@@ -42,9 +43,10 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class Packed:
-    """A module whose weight rows belong to several roles.
+    """A parameter whose rows belong to several roles, or in another order or shape than the role's: the weight of a
+    module, or "path:name".
 
-    split: gives one `Pick` per role for a spec, in the order in which the row names the roles.
+    split: returns one `Pick` per role for a spec, in the order in which the row names the roles.
     """
 
     path: str
@@ -53,7 +55,8 @@ class Packed:
 
 @dataclass(frozen=True)
 class Family:
-    """How the models of one family are read. Paths are module paths; "path:name" is a parameter not called `weight`.
+    """Rules for reading the models of one family. Paths are module paths; "path:name" is a parameter not called
+    `weight`.
 
     layers: path of the list of layers in the model.
     outer: role to path in the model; roles in `optional` may be missing.
@@ -63,6 +66,9 @@ class Family:
     own_embedding: the embedding module computes more than a lookup, and `spec` describes it.
     spec: fields of DecoderSpec that `reader.LayoutReader` would set otherwise: values, or functions of the model.
     windows, rotaries: functions of the config that give `LayerSpec.window` and `.rotary` for each layer.
+    varies: settings that may vary by layer (`per_layer_attributes`), which `head_sizes` reads.
+    head_sizes: function of the config: the numbers of key and value heads, and the heads' sizes, of each layer.
+    kv_layers: function of the config: `LayerSpec.kv_layer` of each layer.
     rotary: path of the module with the rotary tables.  table: (module, key) to a `Table`; None: `rope_table`.
     positions: function of the config: the number of learned or tabled positions, 0 for no limit.
     declares: settings that the config's class must have.  understands: those of CHOICES that this row reads.
@@ -79,6 +85,9 @@ class Family:
     spec: Mapping[str, Any] = field(default_factory=dict)
     windows: Callable[[PretrainedConfig], list[int]] | None = None
     rotaries: Callable[[PretrainedConfig], list[str]] | None = None
+    varies: tuple[str, ...] = ()
+    head_sizes: Callable[[PretrainedConfig], list[tuple[int, int]]] | None = None
+    kv_layers: Callable[[PretrainedConfig], list[int | None]] | None = None
     rotary: str = ""
     table: Callable[[nn.Module, str], Table] | None = None
     positions: Callable[[PretrainedConfig], int] | None = None
@@ -91,7 +100,7 @@ class Family:
 
 
 def key(name: str, default: Any = None) -> Callable[[nn.Module], Any]:
-    """A function that gives a model's setting `name`, or `default` if it is missing or None."""
+    """Return a function that returns a model's setting `name`, or `default` if it is missing or None."""
 
     def setting(model: nn.Module) -> Any:
         value = getattr(model.config, name, None)
@@ -121,14 +130,14 @@ def windows_by_type(config: PretrainedConfig) -> list[int]:
 
 
 def stacked(spec: DecoderSpec) -> tuple[Pick, ...]:
-    """Picks for rows in the order: all queries, all keys, all values. They give views."""
+    """Return the picks for rows in the order: all queries, all keys, all values. They give views."""
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     return (lambda rows: rows[:q], lambda rows: rows[q : q + kv], lambda rows: rows[q + kv : q + 2 * kv])
 
 
 def grouped(spec: DecoderSpec) -> tuple[Pick, ...]:
-    """Picks for rows grouped by key head: its queries, the key, the value. With one query per key head this is
-    GPT-NeoX's interleaving by head. They give views for one group."""
+    """Return the picks for rows grouped by key head: its queries, the key, the value. With one query per key head this
+    is GPT-NeoX's interleaving by head. They give views for one group."""
 
     def heads(start: int | None, stop: int | None) -> Pick:
         grouped_by = (spec.num_kv_heads, -1, spec.head_dim)
@@ -138,8 +147,59 @@ def grouped(spec: DecoderSpec) -> tuple[Pick, ...]:
 
 
 def halves(spec: DecoderSpec) -> tuple[Pick, ...]:
-    """Picks for rows in the order: gate, up. They give views."""
+    """Return the picks for rows in the order: gate, up. They give views."""
     return tuple(lambda rows, index=index: rows.view(2, -1, *rows.shape[1:])[index] for index in (0, 1))
+
+
+def delta_by_key_head(spec: DecoderSpec) -> tuple[Pick, ...]:
+    """Return the picks for rows grouped by key head: its query, the key, its values, and their gates. They give
+    copies."""
+    net: Any = spec.recurrent
+    of_values = net.values // net.key_heads
+    sizes = [net.key_dim, net.key_dim, of_values, of_values]
+
+    def parts(rows: torch.Tensor) -> list[torch.Tensor]:
+        by_head = rows.view(net.key_heads, -1, *rows.shape[1:]).split(sizes, dim=1)
+        return [part.flatten(0, 1) for part in by_head]
+
+    return (lambda rows: torch.cat(parts(rows)[:3]), lambda rows: parts(rows)[3])
+
+
+def halves_by_key_head(spec: DecoderSpec) -> tuple[Pick, ...]:
+    """Return the picks for rows grouped by key head: those of its value heads for one role, then for another. They give
+    copies."""
+    net: Any = spec.recurrent
+    heads = net.key_heads
+    return tuple(
+        lambda rows, index=index: rows.view(heads, 2, -1, *rows.shape[1:])[:, index].flatten(0, 1) for index in (0, 1)
+    )
+
+
+def over_channels(spec: DecoderSpec) -> tuple[Pick, ...]:
+    """Return the pick that makes [conv_width, channels] of a convolution's weight [channels, 1, conv_width]; its bias
+    stays as it is."""
+    return (lambda rows: rows if rows.dim() == 1 else rows.squeeze(1).T,)
+
+
+def transposed_experts(spec: DecoderSpec) -> tuple[Pick, ...]:
+    """Return the pick for experts' matrices [experts, in, out]. It gives a view."""
+    return (lambda matrices: matrices.transpose(1, 2),)
+
+
+def interleaved_experts(spec: DecoderSpec) -> tuple[Pick, ...]:
+    """Return the pick for experts' matrices [experts, in, 2 · inner] whose columns are gate, up, gate, up, … It gives a
+    copy."""
+    return (lambda matrices: matrices.unflatten(2, (-1, 2)).permute(0, 3, 2, 1).flatten(1, 2),)
+
+
+def expert_biases(spec: DecoderSpec) -> tuple[Pick, ...]:
+    """Return the pick for experts' biases [experts, out]. It gives a view."""
+    return (lambda biases: biases.unsqueeze(-1),)
+
+
+def interleaved_biases(spec: DecoderSpec) -> tuple[Pick, ...]:
+    """Return the pick for experts' biases [experts, 2 · inner] in the order gate, up, gate, up, … It gives a copy."""
+    return (lambda biases: biases.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)[..., None],)
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
@@ -155,7 +215,8 @@ def alibi_slopes(num_heads: int) -> tuple[float, ...]:
 
 
 def rope_table(module: nn.Module, layer_type: str) -> Table:
-    """The tables of a Hugging Face rotary module, computed by its own forward, so that every scaling is the module's.
+    """Return the tables of a Hugging Face rotary module, computed by its own forward, so that every scaling is the
+    module's.
 
     layer_type: passed to modules with one table per layer type (Gemma 3); "rope" for modules with one table.
     Raises UnsupportedModel if the second half of the module's table does not repeat the first.
@@ -181,26 +242,69 @@ def rope_table(module: nn.Module, layer_type: str) -> Table:
     return table
 
 
-# Parameters that only the tables read. Any other may be read by an attention's forward (Ministral 3 scales queries).
+def every_nth(module: nn.Module, step: int) -> Table:
+    """Return the tables of a module by its own forward, with every `step`-th of its columns."""
+
+    def table(positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = module.forward(torch.empty(0, dtype=dtype, device=positions.device), positions[None])
+        return cos[0, :, ::step].float(), sin[0, :, ::step].float()
+
+    return table
+
+
+def paired_table(module: nn.Module, layer_type: str) -> Table:
+    """As `rope_table`, of a module whose table has each angle twice in a row (Cohere)."""
+    return every_nth(module, 2)
+
+
+def half_table(module: nn.Module, layer_type: str) -> Table:
+    """As `rope_table`, of a module whose table has each angle once (GPT-OSS)."""
+    return every_nth(module, 1)
+
+
+def complex_table(module: nn.Module, layer_type: str) -> Table:
+    """As `rope_table`, of a module whose table has complex numbers (DeepSeek V2)."""
+
+    def table(positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        turns = module.forward(torch.empty(0, dtype=dtype, device=positions.device), positions[None])[0]
+        return turns.real.contiguous(), turns.imag.contiguous()
+
+    return table
+
+
+def negated_table(module: nn.Module, layer_type: str) -> Table:
+    """As `rope_table`, with the angles negated: for attentions that turn the other way (NanoChat)."""
+    rope = rope_table(module, layer_type)
+
+    def table(positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = rope(positions, dtype)
+        return cos, -sin
+
+    return table
+
+
+# Parameters that only the tables read; of text, mrope's are without effect. Any other may be read by an attention's
+# forward (Ministral 3 scales queries).
 ROPE_PARAMETERS = (
     "rope_type type rope_theta factor original_max_position_embeddings max_position_embeddings partial_rotary_factor "
     "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate low_freq_factor high_freq_factor "
-    "short_factor long_factor"
+    "short_factor long_factor mrope_section mrope_interleaved"
 ).split()
 # rope types whose table does not depend on the sequence's length (transformers 5.23)
 FIXED_ROPES = ("default", "linear", "llama3", "yarn", "proportional")
 
 
-def rope_end(config: PretrainedConfig) -> int:
-    """Number of positions for which the tables do not depend on the sequence's length; 0: no limit.
+def rope_end(config: PretrainedConfig, understood: Collection[str] = ()) -> int:
+    """Return the number of positions for which the tables do not depend on the sequence's length; 0: no limit.
 
-    Raises UnsupportedModel for unknown rope types or parameters.
+    understood: parameters that the row reads besides ROPE_PARAMETERS.  Raises UnsupportedModel for unknown rope types
+    or parameters.
     """
     by_type = config.rope_parameters or {}
     nested = [value for value in by_type.values() if isinstance(value, dict) and "rope_type" in value]
     limits = []
     for parameters in nested or [by_type]:
-        unknown = {name for name, value in parameters.items() if value} - set(ROPE_PARAMETERS)
+        unknown = {name for name, value in parameters.items() if value} - {*ROPE_PARAMETERS, *understood}
         if unknown:
             raise UnsupportedModel(f"rope_parameters has {sorted(unknown)}, of which attention may make its own use")
         rope_type = parameters.get("rope_type", "default")

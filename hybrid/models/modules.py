@@ -1,34 +1,94 @@
 """Modules of a model and their parameters, seen through adapter wrappers."""
 
+import functools
+import importlib.util
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
 import torch
+from peft import PeftType
+from peft.tuners.lora import layer as lora
+from peft.tuners.lora.variants import DoraEmbeddingVariant, DoraLinearVariant
+from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
 from hybrid.models.spec import ParamRef
 
+# Where the forwards x Wᵀ + b are defined, in which an adapter's sum can be a change of W.
+LINEAR_FORWARDS = (
+    "torch.nn.modules.linear",
+    "transformers.pytorch_utils",
+    "transformers.models.falcon.modeling_falcon",
+)
+
 
 def hugging_face_model(model: nn.Module) -> nn.Module:
-    """The Hugging Face model, without PEFT's wrapper."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    """Return the Hugging Face model, without PEFT's wrapper."""
+    return model.get_base_model() if hasattr(type(model), "get_base_model") else model
+
+
+# Types of models with a vision tower whose forward of token ids alone is their language model's, by the path of this
+# part (transformers 5.23).
+TEXT_PARTS = dict.fromkeys(
+    (
+        "deepseek_vl exaone4_5 gemma3 gemma4 gemma4_unified got_ocr2 internvl janus kimi_k25 lfm2_vl lfm3_vl "
+        "lighton_ocr llava llava_next llava_next_video llava_onevision mistral3 ovis2 paddleocr_vl qianfan_ocr "
+        "qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe video_llama_3 video_llava vipllava"
+    ).split(),
+    "model.language_model",
+) | {"idefics3": "model.text_model", "smolvlm": "model.text_model", "llama4": "language_model"}
+# Settings of a language model alone: models of TEXT_PARTS do not apply them to their logits, but for those of CAPPED.
+OF_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+CAPPED = ("gemma4", "gemma4_unified")
+
+
+class TextPart(nn.Module):
+    """The language model of a model of TEXT_PARTS, with its head and its configuration, as a causal model has them."""
+
+    def __init__(self, model: nn.Module, language_model: nn.Module):
+        super().__init__()
+        self.model, self.lm_head = language_model, model.lm_head
+        self.config = model.config.get_text_config()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the embedding, as transformers' models do."""
+        return self.model.embed_tokens
+
+
+def text_part(model: nn.Module) -> nn.Module:
+    """Return what computes token ids in `model`: its language model with its head, or `model` itself."""
+    config: Any = getattr(model, "config", None)
+    path = TEXT_PARTS.get(getattr(config, "model_type", ""), "")
+    if path and has(model, f"{path}.lm_head"):  # a causal model (Llama 4)
+        return model.get_submodule(path)
+    if not path or not has(model, path) or not has(model, "lm_head"):
+        return model
+    if config.model_type not in CAPPED and any(getattr(config.get_text_config(), name, None) for name in OF_LOGITS):
+        return model
+    return TextPart(model, model.get_submodule(path))
 
 
 def own_parameters(root: nn.Module, path: str) -> list[nn.Parameter]:
-    """The parameters of the module at `path` without its adapters, or for "path:name" that parameter alone."""
+    """Return the parameters of the module at `path` without its adapters, or for "path:name" that parameter alone."""
     module_path, _, name = path.partition(":")
     parameters = plain(find(root, module_path))._parameters
-    return [parameters[name]] if name else [param for param in parameters.values() if param is not None]
+    found = [parameters.get(name)] if name else parameters.values()
+    return [param for param in found if param is not None]
 
 
 def has(root: nn.Module, path: str) -> bool:
-    """Whether there is a module at `path` and, for "path:name", whether it has that parameter."""
+    """Whether there is a module at `path` and, for "path:name", whether it has that parameter or buffer."""
     module_path, _, name = path.partition(":")
     module = find(root, module_path)
-    return module is not None and (not name or name in plain(module)._parameters)
+    return module is not None and (not name or name in plain(module)._parameters or name in plain(module)._buffers)
 
 
 def find(root: nn.Module, path: str) -> nn.Module | None:
-    """The module at `path`, or None."""
+    """Return the module at `path`, or None."""
     try:
         return root.get_submodule(path)
     except AttributeError:
@@ -36,14 +96,15 @@ def find(root: nn.Module, path: str) -> nn.Module | None:
 
 
 def plain(module: nn.Module) -> nn.Module:
-    """The module without its adapter wrappers. DeepSpeed-Chat's LoRA layer is returned itself: it owns the weight."""
+    """Return the module without its adapter wrappers. DeepSpeed-Chat's LoRA layer is returned itself: it owns the
+    weight."""
     while isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
         module = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module.original_module
     return module
 
 
 def adapter_parameters(root: nn.Module) -> set[nn.Parameter]:
-    """The adapters' own parameters under `root`: PEFT's, and DeepSpeed-Chat's."""
+    """Return the adapters' own parameters under `root`: PEFT's, and DeepSpeed-Chat's."""
     params: set[nn.Parameter] = set()
     for module in root.modules():
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
@@ -53,18 +114,112 @@ def adapter_parameters(root: nn.Module) -> set[nn.Parameter]:
     return params
 
 
+def unmergeable_adapter(model: nn.Module) -> str:
+    """Return why the adapters of `model` cannot be merged into its weights: the first one that cannot; "" if all
+    can."""
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer) and (reason := unmergeable(module)):
+            return f"{name}: {reason}"
+    for name, config in getattr(model, "peft_config", {}).items():
+        if config.peft_type not in (PeftType.LORA, PeftType.TRAINABLE_TOKENS):
+            return f"adapter {name!r} is {config.peft_type.value}"
+    return ""
+
+
+def unmergeable(layer: Any) -> str:
+    """Return why an adapter layer of PEFT cannot be merged into the weights of its base; "" if it can, or computes only
+    which rows of an embedding are trained (see `running_adapters`)."""
+    base, kind = layer.get_base_layer(), type(layer)  # PEFT's subclasses are for quantized bases
+    adds_to_weight = (
+        (kind is lora.Linear and type(base).forward.__module__ in LINEAR_FORWARDS)
+        or (kind is lora.Embedding and (type(base).forward is nn.Embedding.forward or hasattr(base, "embed_scale")))
+        or kind is lora.ParamWrapper
+    )
+    if isinstance(layer, TrainableTokensLayer):
+        return ""
+    if not adds_to_weight:
+        return f"{kind.__module__}.{kind.__name__} on a {type(base).__name__}"
+    for name, param in base.named_parameters(recurse=False):
+        if not param.is_floating_point():
+            return f"an adapter on a quantized weight ({name} is {param.dtype})"
+    for adapter, variant in layer.lora_variant.items():
+        if not isinstance(variant, DoraLinearVariant | DoraEmbeddingVariant):
+            return f"adapter {adapter!r} is a {type(variant).__name__}"
+    return ""
+
+
+def ignored_adapters(model: nn.Module) -> list[str]:
+    """Return the names of adapter layers whose weight the module around them reads, instead of calling them: the model
+    ignores these adapters, as Mamba's mixers do on `dt_proj` (transformers 5.23), and a merge would not."""
+    names = []
+    for path, module in model.named_modules():
+        kind: Any = type(module)  # functools.cache takes what mypy knows to be hashable
+        for name, child in module.named_children():
+            if isinstance(child, BaseTunerLayer) and name in read_weights(kind):
+                names.append(f"{path}.{name}".lstrip("."))
+    return names
+
+
+@functools.cache
+def read_weights(kind: Any) -> frozenset[str]:
+    """Return the attributes whose `weight` the code of a class reads as a tensor, by its source. In training Mamba 2
+    mixers pass that of `out_proj` to mamba_ssm's kernel, if it is installed."""
+    try:
+        source = inspect.getsource(kind)
+    except (OSError, TypeError):  # defined where there is no file
+        return frozenset()
+    reads = re.findall(r"self\.(\w+)\.weight\s*(?:@|\.squeeze\()", source)
+    if importlib.util.find_spec("mamba_ssm"):
+        reads += re.findall(r"outproj_weight=self\.(\w+)\.weight", source)
+    return frozenset(reads)
+
+
+def has_virtual_tokens(model: nn.Module) -> bool:
+    """Whether PEFT puts virtual tokens before each sequence: prompt tuning, P-tuning, prefix tuning."""
+    return any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values())
+
+
+def has_invocation_tokens(model: nn.Module) -> bool:
+    """Whether an adapter begins at tokens of its own (aLoRA): PEFT finds them in its `generate()`, and its layers then
+    expect the rows of that call (0.21)."""
+    return any(
+        getattr(config, "alora_invocation_tokens", None) for config in getattr(model, "peft_config", {}).values()
+    )
+
+
+def prompt_encoders(model: nn.Module) -> Iterator[nn.Module]:
+    """PEFT's modules that make virtual tokens: `generate()` reads them before it calls the model."""
+    yield from getattr(model, "prompt_encoder", nn.ModuleDict()).values() if has_virtual_tokens(model) else ()
+
+
+def running_adapters(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the names and modules of adapters that are not merged where others are, but run: PEFT's trainable
+    tokens."""
+    for name, module in model.named_modules():
+        is_wrapper = isinstance(module, AuxiliaryTrainingWrapper) and not isinstance(module, ModulesToSaveWrapper)
+        if is_wrapper or isinstance(module, TrainableTokensLayer):
+            yield name, module
+
+
+def native_adapter(model: nn.Module) -> str:
+    """Return why adapters of `model` run in the model's own modules; "" if none does."""
+    if reason := unmergeable_adapter(model):
+        return f"{reason}, which cannot be merged"
+    return next((f"a {type(module).__name__} changes a module as it runs" for _, module in running_adapters(model)), "")
+
+
 def parameter_at(ref: ParamRef) -> nn.Parameter | None:
-    """The parameter that `ref` refers to, without adapters; None if there is none."""
+    """Return the parameter that `ref` refers to, without adapters; None if there is none."""
     return getattr(plain(ref.module), ref.parameter, None)
 
 
 def whole_shape(param: torch.Tensor) -> torch.Size:
-    """The parameter's full shape; the `shape` of one partitioned by ZeRO-3 is empty."""
+    """Return the parameter's full shape; the `shape` of one partitioned by ZeRO-3 is empty."""
     return getattr(param, "ds_shape", param.shape)
 
 
 def active_copy(wrapper: ModulesToSaveWrapper) -> nn.Module:
-    """The copy that PEFT's modules_to_save compute with: the active adapter's, or the original."""
+    """Return the copy that PEFT's modules_to_save compute with: the active adapter's, or the original."""
     active = None if wrapper.disable_adapters else next(iter(wrapper.active_adapters), None)
     copies = wrapper.modules_to_save
     return copies[active] if active in copies else wrapper.original_module  # noqa: SIM401 - a ModuleDict has no get

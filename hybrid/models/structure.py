@@ -28,13 +28,15 @@ class Structure:
 
 
 def can_generate(module: nn.Module) -> bool:
-    """Whether a module has a working `generate`. PEFT's wrappers have one also around classifiers (0.21)."""
-    return hasattr(hugging_face_model(module), "generate")
+    """Whether a module has a working `generate` of its own. PEFT's wrappers have one also around classifiers (0.21);
+    other wrappers, such as torch.compile's, forward their attributes to the model inside."""
+    model = hugging_face_model(module)
+    return hasattr(type(model), "generate") or "generate" in vars(model)
 
 
 def generating_part(model: nn.Module) -> nn.Module:
-    """The part of `model` that generates: itself, or the only module in it that can, such as the policy in a wrapper
-    that also has a value model. `model` if there is none or more than one."""
+    """Return the part of `model` that generates: itself, or the only module in it that can, such as the policy in a
+    wrapper that also has a value model. `model` if there is none or more than one."""
     generating: list[nn.Module] = []
     within: set[nn.Module] = set()  # an adapter's wrapper can generate, and so can its base: the outermost counts
     for module in model.modules():
@@ -45,7 +47,7 @@ def generating_part(model: nn.Module) -> nn.Module:
 
 
 def read_structure(model: nn.Module) -> Structure:
-    """The transformer layers of `model`, and every module outside them that owns parameters.
+    """Return the transformer layers of `model`, and every module outside them that owns parameters.
 
     Without a recognised list of layers every part is in `outer`, and the model runs part by part like any other.
     """

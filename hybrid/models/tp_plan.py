@@ -8,13 +8,13 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 from transformers import PretrainedConfig
 
-from hybrid.models.modules import hugging_face_model, plain, whole_shape
+from hybrid.models.modules import hugging_face_model, plain, unmergeable_adapter, whole_shape
 from hybrid.models.spec import UnsupportedModel
 
 
 @dataclass(frozen=True)
-class Style:
-    """How a module's weights are sliced, and what ranks do before and after its forward.
+class TPStyle:
+    """A module's slicing, and the collectives before and after its forward.
 
     cut: "rows" (outputs, or a vocabulary), "columns" (inputs, or an embedding's outputs), "halves" (rows of each half,
         gate before up), "": not sliced.
@@ -29,38 +29,38 @@ class Style:
 
 # The names in transformers 5.23. A model whose plan has another name is not tensor-parallel.
 STYLES = {
-    "colwise": Style("rows"),
-    "colwise_gather_output": Style("rows", after="gather"),
-    "colwise_rep": Style("rows", after="gather"),
-    "rowwise": Style("columns", after="sum"),
-    "rowwise_split_input": Style("columns", before="part", after="sum"),
-    "rowwise_rep": Style("columns", before="part", after="sum"),
-    "packed_colwise": Style("halves"),
-    "embedding_rowwise": Style("rows", before="lookup", after="sum"),
-    "embedding_colwise": Style("columns", after="gather"),
-    "moe_tp_experts": Style(after="sum"),
-    "mla_kv_a_proj": Style(),
-    "replicate": Style(),
-    "replicated_with_grad_allreduce": Style(),
-    "local_params": Style(),
+    "colwise": TPStyle("rows"),
+    "colwise_gather_output": TPStyle("rows", after="gather"),
+    "colwise_rep": TPStyle("rows", after="gather"),
+    "rowwise": TPStyle("columns", after="sum"),
+    "rowwise_split_input": TPStyle("columns", before="part", after="sum"),
+    "rowwise_rep": TPStyle("columns", before="part", after="sum"),
+    "packed_colwise": TPStyle("halves"),
+    "embedding_rowwise": TPStyle("rows", before="lookup", after="sum"),
+    "embedding_colwise": TPStyle("columns", after="gather"),
+    "moe_tp_experts": TPStyle(after="sum"),
+    "mla_kv_a_proj": TPStyle(),
+    "replicate": TPStyle(),
+    "replicated_with_grad_allreduce": TPStyle(),
+    "local_params": TPStyle(),
 }
 HEAD_SIZES = ("head_dim", "head_size", "qk_head_dim")  # attributes of attention modules; an MLP has none of them
 
 
 @dataclass(frozen=True)
-class Share:
-    """How ranks share one module.
+class TPModule:
+    """A module that the ranks of a group share.
 
     module: the module, or the wrapper if it is adapted.
-    cuts: parameter name to how it is sliced: as `Style.cut`, "kv" (by key or value heads), "once" (first rank only).
-    style: what happens around the module's forward.
+    cuts: parameter name to its slicing: as `TPStyle.cut`, "kv" (by key or value heads), "once" (first rank only).
+    style: collectives around the module's forward.
     width: full size of the weight's sliced dimension; 0 if the module has no weight to slice.
     kv_heads: number over all ranks, if a cut is "kv".
     """
 
     module: nn.Module
     cuts: dict[str, str]
-    style: Style
+    style: TPStyle
     width: int = 0
     kv_heads: int = 0
 
@@ -92,32 +92,36 @@ class Attention:
 class TensorPlan:
     """A tensor-parallel plan. Modules that are not in `shares` are replicated on every rank."""
 
-    shares: tuple[Share, ...]
+    shares: tuple[TPModule, ...]
     attentions: tuple[Attention, ...]
 
 
 def read_tp_plan(model: nn.Module) -> TensorPlan:
-    """The tensor-parallel plan of `model`, from its `tp_plan`.
+    """Return the tensor-parallel plan of `model`, from its `tp_plan`.
 
     Modules that pass slices to each other are siblings: all of them are sliced, or none.
 
     Raises UnsupportedModel if the model has no `tp_plan` or is an encoder-decoder, if the plan has an unknown style or
-    slices no layer, or if it slices tied parameters differently.
+    slices no layer, if it slices tied parameters differently, or if adapters run that cannot be merged.
     """
+    if reason := unmergeable_adapter(model):
+        raise UnsupportedModel(f"{reason}, which cannot be merged or sliced")
     model = hugging_face_model(model)
     plan = getattr(model, "tp_plan", None)
     if not plan or model.config.is_encoder_decoder:
         raise UnsupportedModel(f"{type(model).__name__} has no tp_plan for a decoder")
+    if getattr(model.config.get_text_config(), "per_layer_attributes", None):  # reading one raises (transformers 5.23)
+        raise UnsupportedModel(f"{type(model).__name__} has settings that vary by layer: its heads are not known")
     unknown = sorted(set(plan.values()) - STYLES.keys())
     if unknown:
         raise UnsupportedModel(f"the tp_plan of {type(model).__name__} has {', '.join(unknown)}: not supported")
-    blocks: dict[str, dict[str, Share | None]] = {}  # by the siblings' parent, then by name
+    blocks: dict[str, dict[str, TPModule | None]] = {}  # by the siblings' parent, then by name
     for name, module in model.named_modules():
         style, named = planned(plan, name, module)
         if style is not None or named:
             parent, _, leaf = (name, "", "") if named else name.rpartition(".")
-            blocks.setdefault(parent, {})[leaf] = share_of(module, style or Style(), named)
-    shares: list[Share] = []
+            blocks.setdefault(parent, {})[leaf] = share_of(module, style or TPStyle(), named)
+    shares: list[TPModule] = []
     attentions = []
     for parent, block in blocks.items():
         if None in block.values():
@@ -139,20 +143,20 @@ def read_tp_plan(model: nn.Module) -> TensorPlan:
     return TensorPlan(tuple(shares), tuple(attentions))
 
 
-def planned(plan: dict[str, str], name: str, module: nn.Module) -> tuple[Style | None, dict[str, Style]]:
-    """The plan's style for a module, or None, and its styles for the module's own parameters, by name."""
+def planned(plan: dict[str, str], name: str, module: nn.Module) -> tuple[TPStyle | None, dict[str, TPStyle]]:
+    """Return the plan's style for a module, or None, and its styles for the module's own parameters, by name."""
     general = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
-    own = {leaf: plan.get(f"{general}.{leaf}") for leaf in plain(module)._parameters}
-    named = {leaf: STYLES[style] for leaf, style in own.items() if style is not None}
+    styles = {leaf: plan.get(f"{general}.{leaf}") for leaf in plain(module)._parameters}
+    named = {leaf: STYLES[style] for leaf, style in styles.items() if style is not None}
     return STYLES.get(plan.get(general)), named
 
 
-def share_of(module: nn.Module, style: Style, named: dict[str, Style]) -> Share | None:
-    """How ranks share a module; None if it is not a layer that can be sliced."""
+def share_of(module: nn.Module, style: TPStyle, named: dict[str, TPStyle]) -> TPModule | None:
+    """Return the sharing of a module; None if it is not a layer that can be sliced."""
     if named:
-        return Share(module, {leaf: own.cut for leaf, own in named.items()}, style)
+        return TPModule(module, {leaf: leaf_style.cut for leaf, leaf_style in named.items()}, style)
     if not style.cut:
-        return Share(module, {}, style)
+        return TPModule(module, {}, style)
     wrapped = isinstance(module, AuxiliaryTrainingWrapper) and not isinstance(module, ModulesToSaveWrapper)
     kind = nn.Embedding if style.before == "lookup" or style == STYLES["embedding_colwise"] else nn.Linear
     bare = plain(module)
@@ -162,11 +166,11 @@ def share_of(module: nn.Module, style: Style, named: dict[str, Style]) -> Share 
         return None
     cuts = {"weight": style.cut, "bias": "once" if style.cut == "columns" else style.cut}
     rows, columns = whole_shape(bare.weight)
-    return Share(module, cuts, style, width=columns if style.cut == "columns" else rows)
+    return TPModule(module, cuts, style, width=columns if style.cut == "columns" else rows)
 
 
-def attention_of(module: nn.Module, block: dict[str, Share], config: PretrainedConfig) -> Attention | None:
-    """The heads of a block that outputs slices, if it is an attention block; None for other blocks."""
+def attention_of(module: nn.Module, block: dict[str, TPModule], config: PretrainedConfig) -> Attention | None:
+    """Return the heads of a block that outputs slices, if it is an attention block; None for other blocks."""
     size = next((getattr(module, name) for name in HEAD_SIZES if hasattr(module, name)), 0)
     if not size:
         return None
@@ -177,7 +181,7 @@ def attention_of(module: nn.Module, block: dict[str, Share], config: PretrainedC
     return Attention(module, kv_heads * groups, kv_heads)
 
 
-def require_tied_alike(model: nn.Module, shares: list[Share]) -> None:
+def require_tied_alike(model: nn.Module, shares: list[TPModule]) -> None:
     """Raise UnsupportedModel if a parameter that two modules share would be sliced in two ways."""
     by_module = {plain(share.module): share.cuts for share in shares}
     cuts: dict[nn.Parameter, str] = {}

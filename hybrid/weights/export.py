@@ -13,16 +13,17 @@ from typing import Any
 import peft
 import torch
 import torch.distributed as dist
-from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from peft.utils.other import ModulesToSaveWrapper
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from hybrid.models.modules import active_copy
-from hybrid.parallel import broadcast_object
+from hybrid.models.modules import active_copy, running_adapters
+from hybrid.runtime.parallel import broadcast_object
+from hybrid.runtime.waiting import waiting_to
 from hybrid.weights.gather import gathered
-from hybrid.weights.lora import Adapted, read_adapters
+from hybrid.weights.lora import AdaptedModule, read_adapters
 
 WEIGHTS = "model.safetensors"
 # The full float32 values to write in a parameter's place; None: write the parameter itself. A collective.
@@ -32,13 +33,14 @@ Tensors = dict[str, torch.Tensor]
 Values = dict[nn.Parameter, torch.Tensor]
 
 
+@waiting_to("export the model")
 def save_pretrained(
     model: nn.Module, directory: str | Path, merged: bool, max_shard_bytes: int, override: Override | None
 ) -> None:
     """Write `model` into `directory`, which is created if needed. Rank 0 writes; a collective of all ranks.
 
     merged: write the full model with the active adapters merged; else write PEFT's adapter files.
-    override: gives the float32 values to write in a parameter's place, or None for the parameter itself.
+    override: returns the float32 values to write in a parameter's place, or None for the parameter itself.
     Peak host memory: on rank 0 one shard and one layer (outside the layers, one module), on other ranks one parameter.
 
     Raises ValueError if `model` is no PreTrainedModel, or if `merged` is False and it has no PEFT adapters;
@@ -82,7 +84,7 @@ def write_model(
 ) -> None:
     """Write the full model from rank 0: the config and Hugging Face's other files, then the tensors.
 
-    layers: the tensors, in the form that `merged_layers` gives.  override: if not None, config.json says float32.
+    layers: the tensors, in the form that `merged_layers` returns.  override: if not None, config.json says float32.
     """
     model.save_pretrained(directory, state_dict={})  # all but the weights
     if override is not None:
@@ -144,7 +146,7 @@ class Shards:
 
 # Tensors
 
-Wrappers = dict[nn.Module, Adapted]
+Wrappers = dict[nn.Module, AdaptedModule]
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ class SavedModule:
 
     name: str
     module: nn.Module
-    adapted: Adapted | None
+    adapted: AdaptedModule | None
 
     @property
     def is_merged(self) -> bool:
@@ -168,9 +170,9 @@ class SavedModule:
 
 
 def merged_layers(model: PreTrainedModel, override: Override | None) -> Iterator[list[Callable[[], Tensors]]]:
-    """The tensors of a model with adapters merged: per item one layer or, outside the layers, one module.
+    """Return the tensors of a model with adapters merged: per item one layer or, outside the layers, one module.
 
-    An item is a list with a function for each module, which gives the module's tensors by name; rank 0 calls them. A
+    An item is a list with a function for each module, which returns the module's tensors by name; rank 0 calls them. A
     shared parameter comes once, under the name that Hugging Face saves it by. Advancing the iterator is a collective.
     Raises NotImplementedError if an adapter cannot be merged.
     """
@@ -185,7 +187,7 @@ def merged_layers(model: PreTrainedModel, override: Override | None) -> Iterator
 
 
 def gather(saved: SavedModule, owners: dict[nn.Parameter, str], override: Override | None) -> Values:
-    """The gathered parameters from which a module's tensors are made, without those that another module owns. A
+    """Return the gathered parameters from which a module's tensors are made, without those that another module owns. A
     collective; empty on all ranks but 0."""
     if saved.is_merged:
         params = list(dict.fromkeys((*saved.adapted.sources.values(), *saved.adapted.adapter_params())))
@@ -196,7 +198,7 @@ def gather(saved: SavedModule, owners: dict[nn.Parameter, str], override: Overri
 
 @torch.no_grad()
 def tensors_of(saved: SavedModule, values: Values, ignored: set[str]) -> Tensors:
-    """A module's tensors to save, buffers included, by their full names in the model.
+    """Return a module's tensors to save, buffers included, by their full names in the model.
 
     values: the module's gathered parameters.  ignored: names that are not saved.
     Merged adapters are summed in float32, then rounded once to the dtype that the weight has in `values`.
@@ -212,8 +214,8 @@ def tensors_of(saved: SavedModule, values: Values, ignored: set[str]) -> Tensors
 
 
 def owners_of(layers: list[list[SavedModule]], tied: set[str]) -> dict[nn.Parameter, str]:
-    """The name under which each parameter is saved: its first name that is not in `tied`. Parameters of modules with
-    merged adapters are left out."""
+    """Return the name under which each parameter is saved: its first name that is not in `tied`. Parameters of modules
+    with merged adapters are left out."""
     owners: dict[nn.Parameter, str] = {}
     for saved in (saved for layer in layers for saved in layer if not saved.is_merged):
         for key, param in saved.params.items():
@@ -223,8 +225,8 @@ def owners_of(layers: list[list[SavedModule]], tied: set[str]) -> dict[nn.Parame
 
 
 def adapter_tensors(model: nn.Module, override: Override | None) -> Tensors:
-    """The tensors of PEFT's adapter files, and every other trainable parameter. A collective; empty on all ranks but
-    0."""
+    """Return the tensors of PEFT's adapter files, and every other trainable parameter. A collective; empty on all ranks
+    but 0."""
     marks = (model.base_model.prefix, "modules_to_save.", "trainable_tokens_")
     params = {
         name: param for name, param in model.named_parameters() if param.requires_grad or any(m in name for m in marks)
@@ -233,8 +235,8 @@ def adapter_tensors(model: nn.Module, override: Override | None) -> Tensors:
 
 
 def layers_of(name: str, module: nn.Module, wrappers: Wrappers) -> Iterator[list[SavedModule]]:
-    """A module and all modules inside it without their adapters, by what is gathered together: the modules of a layer
-    (a child of an nn.ModuleList); elsewhere each module alone."""
+    """Yield a module and all modules inside it without their adapters, by what is gathered together: the modules of a
+    layer (a child of an nn.ModuleList); elsewhere each module alone."""
     saved = unwrapped(name, module, wrappers)
     yield [saved]
     for key, child in saved.module.named_children():
@@ -243,7 +245,7 @@ def layers_of(name: str, module: nn.Module, wrappers: Wrappers) -> Iterator[list
 
 
 def unwrapped(name: str, module: nn.Module, wrappers: Wrappers) -> SavedModule:
-    """The module without adapters; for PEFT's modules_to_save the active copy."""
+    """Return the module without adapters; for PEFT's modules_to_save the active copy."""
     if isinstance(module, ModulesToSaveWrapper):
         return SavedModule(name, active_copy(module), None)
     adapted = wrappers.get(module)
@@ -252,19 +254,18 @@ def unwrapped(name: str, module: nn.Module, wrappers: Wrappers) -> SavedModule:
 
 def require_mergeable(model: PreTrainedModel) -> None:
     """Raise NotImplementedError if a module has an adapter that cannot be saved merged (e.g. trainable tokens)."""
-    for name, module in model.named_modules():
-        if isinstance(module, AuxiliaryTrainingWrapper) and not isinstance(module, ModulesToSaveWrapper):
-            raise NotImplementedError(
-                f"save_pretrained: {name} is a {type(module).__name__}, which cannot be written merged; give "
-                "merged=False, and merge what is written with PEFT"
-            )
+    for name, module in running_adapters(model):
+        raise NotImplementedError(
+            f"save_pretrained: {name} is a {type(module).__name__}, which cannot be written merged; give "
+            "merged=False, and merge what is written with PEFT"
+        )
 
 
 @torch.no_grad()
 def read(param: nn.Parameter, override: Override | None) -> torch.Tensor | None:
-    """A parameter's full values in host memory on rank 0, None on the other ranks. A collective.
+    """Return a parameter's full values in host memory on rank 0, None on the other ranks. A collective.
 
-    With `override` the values are float32: those that it gives, or the parameter's own where it gives None.
+    With `override` the values are float32: those that it returns, or the parameter's own where it returns None.
     """
     value = None if override is None else override(param)
     if value is None:
@@ -274,11 +275,11 @@ def read(param: nn.Parameter, override: Override | None) -> torch.Tensor | None:
 
 
 def on_host(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A copy in host memory, in `dtype` if given and the tensor is floating point. A copy also on CPUs: the gathered
-    tensor is freed afterwards."""
+    """Return a copy in host memory, in `dtype` if given and the tensor is floating point. A copy also on CPUs: the
+    gathered tensor is freed afterwards."""
     return tensor.detach().to("cpu", dtype if dtype and tensor.is_floating_point() else tensor.dtype, copy=True)
 
 
 def joined(*names: str) -> str:
-    """Names joined to a dotted module path; empty names are skipped."""
+    """Return the names joined to a dotted module path; empty names are skipped."""
     return ".".join(filter(None, names))

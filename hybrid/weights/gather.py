@@ -1,7 +1,7 @@
 """Gathering ZeRO-3's partitioned parameters, to be read: in place, or into memory of our own."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 
 from hybrid.kernels.host_memory import HostMemory
 from hybrid.models.modules import whole_shape
+from hybrid.runtime.waiting import collective
 
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renamed it
 
@@ -26,7 +27,7 @@ def is_partitioned(param: torch.Tensor) -> bool:
 
 
 def whole_bytes(param: torch.Tensor) -> int:
-    """The parameter's full (unpartitioned) size in bytes."""
+    """Return the parameter's full (unpartitioned) size in bytes."""
     return whole_shape(param).numel() * param.element_size()
 
 
@@ -46,7 +47,9 @@ def gathered(params: Iterable[torch.Tensor]) -> Iterator[int]:
     A collective unless all are gathered already; every rank must pass the same parameters.
     """
     absent = missing(params)
-    with zero.GatheredParameters(absent, enabled=bool(absent)):
+    with ExitStack() as stack:
+        with collective("gathered", group_of(absent)):
+            stack.enter_context(zero.GatheredParameters(absent, enabled=bool(absent)))
         yield sum(whole_bytes(param) for param in absent)
 
 
@@ -59,7 +62,7 @@ def has_plain_shard(param: torch.Tensor) -> bool:
 
 
 def storage_for(param: torch.Tensor, host: HostMemory | None = None) -> torch.Tensor:
-    """Uninitialized memory for a full partitioned parameter, in its dtype.  [numel]
+    """Return uninitialized memory for a full partitioned parameter, in its dtype.  [numel]
 
     host: memory that the ranks of one host share; the call is then a collective. None: on this rank's device.
     """
@@ -70,30 +73,38 @@ def storage_for(param: torch.Tensor, host: HostMemory | None = None) -> torch.Te
 
 
 def partition_groups(params: Iterable[torch.Tensor]) -> set[dist.ProcessGroup]:
-    """The process groups that ZeRO-3 partitions these parameters over."""
+    """Return the process groups that ZeRO-3 partitions these parameters over."""
     return {param.ds_process_group for param in params if is_partitioned(param)}
 
 
+def group_of(params: Iterable[torch.Tensor]) -> dist.ProcessGroup | None:
+    """Return the process group that partitions the first of some parameters; None, for all ranks, if there is none."""
+    return getattr(next(iter(params), None), "ds_process_group", None)
+
+
 def memory_of_hosts(params: Iterable[torch.Tensor]) -> HostMemory | None:
-    """Memory of the ranks that partition these parameters, if they compute on the CPUs of one host. A collective."""
+    """Return the memory of the ranks that partition these parameters, if they compute on the CPUs of one host. A
+    collective."""
     groups = partition_groups(params)
     return HostMemory.shared_by(groups.pop()) if len(groups) == 1 else None
 
 
 def whole_in(storage: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """A view of `storage` [numel], as from `storage_for`, in the parameter's full shape."""
+    """Return a view of `storage` [numel], as from `storage_for`, in the parameter's full shape."""
     return storage.view(whole_shape(param))
 
 
 def staging_bytes(param: torch.Tensor) -> int:
-    """Bytes of staging memory for `Fetch`ing a partitioned parameter: an all-gather also writes the padding behind the
-    last shard, for which `storage` has no room. 0 without padding, and over gloo, where no padding is sent."""
+    """Return the bytes of staging memory for all-gathering a partitioned parameter: an all-gather also writes the
+    padding
+    behind the last shard, for which `storage` has no room. 0 without padding, and over gloo, where no padding is
+    sent."""
     padded = param.ds_tensor.ds_numel * dist.get_world_size(param.ds_process_group)
     is_exact = padded == param.ds_numel or dist.get_backend(param.ds_process_group) == "gloo"
     return 0 if is_exact else padded * param.ds_tensor.element_size()
 
 
-class Fetch:
+class AsyncAllGather:
     """An asynchronous all-gather of partitioned parameters straight into the caller's memory.
 
     storage: for each parameter, memory [numel] for the full tensor, as from `storage_for`. The parameters' own storage
@@ -125,8 +136,9 @@ class Fetch:
 
     def finish_transfers(self) -> None:
         """Wait until nothing is written to `storage` any more."""
-        for work in self.works:
-            work.wait()
+        with collective("wait", group_of(self.storage)):
+            for work in self.works:
+                work.wait()
         self.works = []
 
     def wait(self) -> None:
@@ -154,21 +166,21 @@ class Fetch:
                 target = self.staged[param] = storage.new_empty(nbytes // storage.element_size())
             return [all_gather(target, param.ds_tensor.data.to(target.device), group=group, async_op=True)]
         parts = parts_of(param, storage)
-        own = parts[dist.get_rank(group)].copy_(own_shard(param))
+        local = parts[dist.get_rank(group)].copy_(own_shard(param))
         peers = [rank for rank in range(len(parts)) if rank != dist.get_rank(group)]
         return [
-            *(dist.isend(own, group=group, group_dst=rank) for rank in peers if len(own)),
+            *(dist.isend(local, group=group, group_dst=rank) for rank in peers if len(local)),
             *(dist.irecv(parts[rank], group=group, group_src=rank) for rank in peers if len(parts[rank])),
         ]
 
 
 def parts_of(param: torch.Tensor, storage: torch.Tensor) -> list[torch.Tensor]:
-    """Views of each rank's shard in `storage` [numel], without padding; those of the last ranks may be empty."""
+    """Return views of each rank's shard in `storage` [numel], without padding; those of the last ranks may be empty."""
     size, count = param.ds_tensor.ds_numel, dist.get_world_size(param.ds_process_group)
     return [storage[rank * size : (rank + 1) * size] for rank in range(count)]
 
 
 def own_shard(param: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a partitioned parameter, without padding."""
+    """Return this rank's shard of a partitioned parameter, without padding."""
     size, rank = param.ds_tensor.ds_numel, dist.get_rank(param.ds_process_group)
     return param.ds_tensor.data[: max(min(size, param.ds_numel - rank * size), 0)]

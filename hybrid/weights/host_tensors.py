@@ -25,7 +25,7 @@ class HostStorage:
     is_scratch: bool
 
     def tensors_there(self) -> list[torch.Tensor]:
-        """The tensors without those that have got other memory since."""
+        """Return the tensors that still use this storage."""
         address = self.storage.data_ptr()
         return [tensor for tensor in self.tensors if tensor.untyped_storage().data_ptr() == address]
 
@@ -42,11 +42,11 @@ class HostTensors:
         self.moved: list[Any] = []
 
     def nbytes(self) -> int:
-        """Bytes whose content is in host memory."""
+        """Return the bytes whose content is in host memory."""
         return sum(moved.storage.nbytes() for moved in self.moved if not moved.is_scratch)
 
     def move(self, tensors: Iterable[torch.Tensor], scratch: Iterable[torch.Tensor] = ()) -> int:
-        """Move the memory of `tensors` on the device to the host. Gives the bytes that stay on the device, because
+        """Move the memory of `tensors` on the device to the host. Returns the bytes that stay on the device, because
         tensors that are not among `tensors` share them: those would keep the old memory.
 
         scratch: those whose content is not kept: pages of host memory that nobody writes take none.
@@ -81,7 +81,7 @@ class HostTensors:
 
 
 def moved_storage(storage: torch.UntypedStorage, device: torch.device, is_scratch: bool) -> torch.UntypedStorage:
-    """A storage of the same size on `device`, with the same content unless that is not kept."""
+    """Return a storage of the same size on `device`, with the same content unless that is not kept."""
     moved = torch.UntypedStorage(storage.nbytes(), device=device)
     return moved if is_scratch else moved.copy_(storage, non_blocking=False)
 
@@ -97,7 +97,7 @@ def put_over(storage: torch.UntypedStorage, tensors: Iterable[torch.Tensor]) -> 
 
 
 def by_storage(tensors: Iterable[torch.Tensor], device: torch.device) -> list[list[torch.Tensor]]:
-    """The tensors that have memory on `device`, each once, grouped by their storages."""
+    """Return the tensors that have memory on `device`, each once, grouped by their storages."""
     groups: dict[int, list[torch.Tensor]] = {}
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
         has_memory = tensor.layout == torch.strided and tensor.device == device
@@ -112,7 +112,7 @@ def is_shared(tensors: list[torch.Tensor]) -> bool:
 
 
 def references_of_a_storage_object() -> int:
-    """How much Python's object for a storage adds to its `use_count`."""
+    """Return how much Python's object for a storage adds to its `use_count`."""
     tensor = torch.empty(1)
     storage = tensor.untyped_storage()
     return use_count(storage._cdata) - 1
@@ -136,7 +136,7 @@ def tensors_in(*roots: Any) -> Iterator[torch.Tensor]:
 
 
 def held_by(holder: Any) -> Iterable[Any]:
-    """What an object holds that may be a tensor, or hold one."""
+    """Return the objects inside another one that may be tensors, or hold tensors."""
     if isinstance(holder, torch.Tensor):
         gradient = holder.grad if holder.is_leaf else None
         # A view keeps the tensor that it was made from, also where nothing else does (gradients of ZeRO 1 and 2).

@@ -36,7 +36,7 @@ QUANTIZED_ELEMENTS, QUANTIZED_ELEMENTS_ON_CPU = 2**22, 2**17
 
 
 def elements_at_once(device: torch.device) -> int:
-    """The elements of a weight that `quantize_into` quantizes at once, if they are a row or more."""
+    """Return the elements of a weight that `quantize_into` quantizes at once, if they are a row or more."""
     return QUANTIZED_ELEMENTS_ON_CPU if device.type == "cpu" else QUANTIZED_ELEMENTS
 
 
@@ -51,13 +51,13 @@ def quantize_into(weight: torch.Tensor, values: torch.Tensor, scale: torch.Tenso
 
 
 def quantizing_bytes(elements: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Bytes that `quantize_into` takes for a weight of so many elements: the quotients and the rounded ones in float32,
-    and a copy in float32 unless the weight is."""
+    """Return the bytes that `quantize_into` takes for a weight of so many elements: the quotients and the rounded ones
+    in float32, and a copy in float32 unless the weight is."""
     return min(elements, elements_at_once(device)) * (8 if dtype == torch.float32 else 12)
 
 
 def dequantized(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The weight [..., out, in] in the scales' dtype.  weight: int8 [..., out, in], scale: [..., out, groups]"""
+    """Return the weight [..., out, in] in the scales' dtype.  weight: int8 [..., out, in], scale: [..., out, groups]"""
     return (weight.unflatten(-1, (scale.shape[-1], -1)).to(scale.dtype) * scale[..., None]).flatten(-2)
 
 
@@ -92,13 +92,13 @@ def keep_in_int8(module: nn.Module, name: str, weight: torch.Tensor, groups: int
 
 
 def int8_weights(module: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """A module's own int8 parameters, each with its scales."""
+    """Return a module's own int8 parameters, each with its scales."""
     names = [name for name, param in module._parameters.items() if param is not None and param.dtype == torch.int8]
     return [(module._parameters[name], getattr(module, f"{name}_scale")) for name in names]
 
 
 def scale_of(ref: ParamRef) -> torch.Tensor:
-    """The scales of the int8 weight that `ref` refers to."""
+    """Return the scales of the int8 weight that `ref` refers to."""
     scale = getattr(ref.module, f"{ref.parameter}_scale")
     return scale if ref.select is None else ref.select(scale)
 
@@ -165,14 +165,18 @@ def is_linear(module: nn.Module) -> "TypeGuard[nn.Linear | Conv1D | Int8Linear]"
 
 
 def expert_matrices(module: nn.Module) -> list[str]:
-    """Names of a module's parameters that hold a matrix for each expert, [experts, out, in]."""
+    """Return the names of a module's parameters that hold a matrix for each expert, [experts, out, in]. Those of [in,
+    out] (GPT-OSS; transformers 5.23 says `is_transposed`) keep their dtype: scales are per output."""
+    if getattr(module, "is_transposed", False):
+        return []
     count = getattr(module, "num_experts", None)
     params = module._parameters.items()
     return [name for name, param in params if param is not None and param.dim() == 3 and len(param) == count]
 
 
 def quantizable(model: nn.Module) -> "dict[str, nn.Linear | Conv1D | Int8Linear]":
-    """The layers of a model that can be quantized, by name: linear layers whose weight no other module shares."""
+    """Return the layers of a model that can be quantized, by name: linear layers whose weight no other module
+    shares."""
     owners: dict[int, int] = {}
     for module in model.modules():
         for param in module._parameters.values():
@@ -200,7 +204,7 @@ def require_groups(model: nn.Module, groups: int, ranks: int) -> None:
 
 
 def in_int8(model: nn.Module, groups: int) -> dict[str, WeightLoader]:
-    """Replace the model's linear layers and expert matrices by int8 ones. Gives, by parameter name, the function that
+    """Replace the model's linear layers and expert matrices by int8 ones. Returns, by parameter name, the function that
     quantizes a floating-point weight into it."""
     loaders: dict[str, WeightLoader] = {}
     for name, linear in quantizable(model).items():

@@ -19,18 +19,26 @@ from transformers.pytorch_utils import Conv1D
 
 from hybrid.models.modules import active_copy, whole_shape
 from hybrid.models.spec import DecoderLayout, ParamRef
-from hybrid.profiling import Phase
-from hybrid.weights.gather import Fetch, gathered, is_partitioned, staging_bytes, storage_for, whole_bytes, whole_in
+from hybrid.runtime.profiling import Phase
+from hybrid.weights.gather import (
+    AsyncAllGather,
+    gathered,
+    is_partitioned,
+    staging_bytes,
+    storage_for,
+    whole_bytes,
+    whole_in,
+)
 from hybrid.weights.int8 import dequantized, is_linear, quantize_into, quantized, quantizing_bytes
 from hybrid.weights.joined import JoinedBuffers, empty_rows
-from hybrid.weights.lora import Adapted
+from hybrid.weights.lora import AdaptedModule
 from hybrid.weights.model_weights import ModelWeights, State
-from hybrid.weights.module_tables import attribute
+from hybrid.weights.module_dicts import patched_attribute
 from hybrid.weights.snapshot import blank_part
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
+class QuantizedTensor:
     """A tensor of the copy.
 
     ref: of the training model.  module, name: where the copy holds it.  quantized: as int8, with scales.
@@ -46,7 +54,7 @@ class Int8Copy:
     """The weights of a decoder in int8, and what a decoder needs of a snapshot.
 
     layout: the training model's; references to what is copied are replaced. Each role's copy is [out, in], as the
-        role's `select` gives it.
+        role's `select` returns it.
     holders: the modules that hold the copy, one for the outer roles and one for each layer; on the meta device until
         the first refresh.
     layers_per_group: layers whose weights are gathered together.
@@ -60,12 +68,14 @@ class Int8Copy:
         self.device = torch.device(get_accelerator().current_device_name())
         self.wrapped = {layer.wrapper: layer for layer in self.adapted}
         self.joined, self.joined_refs = JoinedBuffers(), list(joined)
-        self.stamps: dict[Entry, tuple] = {}  # what each tensor was made from
+        self.stamps: dict[QuantizedTensor, tuple] = {}  # what each tensor was made from
         self.fresh: State | None = None  # what all tensors were made from
         self.refreshes = 0  # that changed the copy
+        self.moves = 0  # grows when memory is freed
+        self.overwrites = 0  # as Snapshot's: what a refresh writes counts in `refreshes`
         self.peak_bytes = 0  # most bytes held at once by the copy and the group that it was made from
         self.quantized_elements = 0  # over all refreshes
-        self.entries: dict[tuple, Entry] = {}  # by the training model's tensor; tied weights have one
+        self.entries: dict[tuple, QuantizedTensor] = {}  # by the training model's tensor; tied weights have one
         roles = (weights.info.layout.outer, *weights.info.layout.layers)
         self.holders = nn.ModuleList(nn.Module() for _ in roles)
         counts: dict[int, int] = {}
@@ -79,13 +89,14 @@ class Int8Copy:
         )
         self.layout: DecoderLayout = replace(weights.info.layout, outer=outer, layers=tuple(layers))
         number = {holder: index for index, holder in enumerate(self.holders)}  # 0: outside the layers
-        groups: dict[int, list[Entry]] = {}
+        groups: dict[int, list[QuantizedTensor]] = {}
         for entry in self.entries.values():
             groups.setdefault(-(-number[entry.module] // layers_per_group), []).append(entry)
         self.groups = list(groups.values())
 
     def _copied_ref(self, ref: ParamRef, holder: nn.Module, name: str) -> ParamRef:
-        """A reference to the copy of what `ref` refers to, on the meta device; `ref` if that is read in place."""
+        """Return a reference to the copy of what `ref` refers to, on the meta device; `ref` if that is read in
+        place."""
         adapted, param = self.source(ref)
         if param is None:
             return ref
@@ -96,11 +107,11 @@ class Int8Copy:
             return ref
         key = (adapted or id(param), ref.parameter, ref.select)
         if key not in self.entries:
-            self.entries[key] = Entry(ref, holder, name, is_quantized)
+            self.entries[key] = QuantizedTensor(ref, holder, name, is_quantized)
             self._set_blank(self.entries[key])
         return ParamRef(self.entries[key].module, self.entries[key].name)
 
-    def _set_blank(self, entry: Entry) -> None:
+    def _set_blank(self, entry: QuantizedTensor) -> None:
         _, param = self.source(entry.ref)
         blank = blank_part(None, param)
         blank = blank if entry.ref.select is None else entry.ref.select(blank)
@@ -110,9 +121,9 @@ class Int8Copy:
         if entry.quantized:
             entry.module.register_buffer(f"{entry.name}_scale", torch.empty(len(blank), 1, device="meta"))
 
-    def source(self, ref: ParamRef) -> tuple[Adapted | None, nn.Parameter | None]:
-        """The adapted module that a ParamRef of the training model is in, None without an adapter; and the training
-        parameter, None if there is none."""
+    def source(self, ref: ParamRef) -> tuple[AdaptedModule | None, nn.Parameter | None]:
+        """Return the adapted module that a ParamRef of the training model is in, None without an adapter; and the
+        training parameter, None if there is none."""
         module = active_copy(ref.module) if isinstance(ref.module, ModulesToSaveWrapper) else ref.module
         adapted = self.wrapped.get(module)
         return adapted, (module._parameters if adapted is None else adapted.sources).get(ref.parameter)
@@ -122,8 +133,8 @@ class Int8Copy:
     def refresh(self, phase: Phase, adapters: bool) -> int:
         """Quantize all weights that have changed, group by group.  adapters: with the active adapters merged.
 
-        Call it in a window with the same `adapters`. Gives the bytes gathered. A collective if weights are partitioned,
-        unless nothing has changed.
+        Call it in a window with the same `adapters`. Returns the bytes gathered. A collective if weights are
+        partitioned, unless nothing has changed.
         """
         state = self.weights.state(adapters)
         if self.fresh == state:
@@ -138,7 +149,7 @@ class Int8Copy:
         return self.fresh == self.weights.state(adapters)
 
     @torch.no_grad()
-    def _refresh_group(self, group: list[Entry], phase: Phase, adapters: bool) -> int:
+    def _refresh_group(self, group: list[QuantizedTensor], phase: Phase, adapters: bool) -> int:
         stamps = {entry: self._stamp(entry, adapters) for entry in group}
         stale = [entry for entry in group if self.stamps.get(entry) != stamps[entry]]
         if not stale:
@@ -147,7 +158,7 @@ class Int8Copy:
         self._allocate(group)
         merged, bases, factors = self._read(stale, adapters)
         with phase("gather"):
-            fetch = Fetch({param: storage_for(param) for param in bases if is_partitioned(param)})
+            fetch = AsyncAllGather({param: storage_for(param) for param in bases if is_partitioned(param)})
             staging = fetch.staging_nbytes
             fetch.wait()
         whole = {param: whole_in(storage, param) for param, storage in fetch.storage.items()}
@@ -169,17 +180,17 @@ class Int8Copy:
         self.peak_bytes = max(self.peak_bytes, self.nbytes() + read + max(staging, self._temporary(stale, adapters)))
         return fetch.nbytes + factor_bytes
 
-    def _stamp(self, entry: Entry, adapters: bool) -> tuple:
-        """What the tensor is made from now: the parameter, its version, and the adapters that are merged."""
+    def _stamp(self, entry: QuantizedTensor, adapters: bool) -> tuple:
+        """Return a stamp of the tensor's current sources: parameter, version, merged adapters."""
         adapted, param = self.source(entry.ref)
         is_merged = adapted is not None and self.weights.is_merged(adapted, adapters)
         return id(param), self.weights.stamp(adapted if is_merged else param)
 
     def _read(
-        self, entries: list[Entry], adapters: bool
-    ) -> tuple[list[Adapted], list[nn.Parameter], list[nn.Parameter]]:
-        """What entries are made of: modules to merge, base weights, and the adapters' factors."""
-        merged: dict[Adapted, None] = {}
+        self, entries: list[QuantizedTensor], adapters: bool
+    ) -> tuple[list[AdaptedModule], list[nn.Parameter], list[nn.Parameter]]:
+        """Return the sources of entries: modules to merge, base weights, and the adapters' factors."""
+        merged: dict[AdaptedModule, None] = {}
         bases: dict[nn.Parameter, None] = {}
         for entry in entries:
             adapted, param = self.source(entry.ref)
@@ -191,7 +202,7 @@ class Int8Copy:
         factors = dict.fromkeys(param for layer in merged for param in layer.adapter_params())
         return list(merged), list(bases), list(factors)
 
-    def _keep(self, entry: Entry, whole: torch.Tensor) -> None:
+    def _keep(self, entry: QuantizedTensor, whole: torch.Tensor) -> None:
         """Write the tensor's part of a full weight."""
         part = whole if entry.ref.select is None else entry.ref.select(whole)
         into = entry.module._parameters[entry.name].data
@@ -201,7 +212,7 @@ class Int8Copy:
         quantize_into(part, into, entry.module._buffers[f"{entry.name}_scale"])
         self.quantized_elements += into.numel()
 
-    def _allocate(self, group: list[Entry]) -> None:
+    def _allocate(self, group: list[QuantizedTensor]) -> None:
         """Give the group's tensors memory, unless they have some; those of a joined set in one piece."""
         entries = {entry.ref: entry for entry in group if entry.module._parameters[entry.name].is_meta}
         for refs in self.joined_refs:
@@ -210,7 +221,7 @@ class Int8Copy:
         for entry in entries.values():
             self._allocate_together([entry])
 
-    def _allocate_together(self, entries: list[Entry]) -> None:
+    def _allocate_together(self, entries: list[QuantizedTensor]) -> None:
         params = empty_rows([entry.module._parameters[entry.name] for entry in entries], self.device)
         scales = [entry.module._buffers.get(f"{entry.name}_scale") for entry in entries]
         if all(scale is not None for scale in scales):
@@ -223,6 +234,7 @@ class Int8Copy:
         """Free all memory; the next refresh quantizes again."""
         for entry in self.entries.values():
             self._set_blank(entry)
+        self.moves += 1
         self.stamps.clear()
         self.fresh = None
 
@@ -232,10 +244,14 @@ class Int8Copy:
         """Differs if the tensors may have changed."""
         return self.weights.number(), self.refreshes
 
+    def owned(self) -> set[int]:
+        """Return the ids of the copy's tensors."""
+        return set(map(id, self.holders.parameters()))
+
     def weight_at(
-        self, ref: ParamRef, adapted: Adapted | None, param: nn.Parameter | None, adapters: bool
+        self, ref: ParamRef, adapted: AdaptedModule | None, param: nn.Parameter | None, adapters: bool
     ) -> torch.Tensor | None:
-        """The tensor at a reference of `layout`, before its `select`."""
+        """Return the tensor at a reference of `layout`, before its `select`."""
         return param
 
     def unmerged_factors(self, adapters: bool) -> list[torch.Tensor]:
@@ -243,11 +259,11 @@ class Int8Copy:
         return []
 
     def keeps_joined(self, ref: ParamRef) -> bool:
-        """False: a plan's tensors are those of the copy."""
+        """Return false: a plan's tensors are those of the copy."""
         return False
 
     def blank(self, ref: ParamRef, param: nn.Parameter) -> torch.Tensor:
-        """A meta tensor like the one at a reference of `layout`."""
+        """Return a meta tensor like the one at a reference of `layout`."""
         return blank_part(None, param)
 
     # ----------------------------------------------------------- the oracle
@@ -266,18 +282,18 @@ class Int8Copy:
                 target = active_copy(module) if isinstance(module, ModulesToSaveWrapper) else module
                 # Where adapters are merged into a snapshot, the plain module runs in the wrapper's place.
                 for own in (target,) if adapted is None else (target, adapted.plain):
-                    stack.enter_context(attribute(own, "forward", RoundedForward(self, ref, own, adapters)))
+                    stack.enter_context(patched_attribute(own, "forward", RoundedForward(self, ref, own, adapters)))
             yield
 
     # -------------------------------------------------------------- memory
 
     def nbytes(self) -> int:
-        """Bytes that the copy holds."""
+        """Return the bytes that the copy holds."""
         tensors = (*self.holders.parameters(), *self.holders.buffers())
         return sum(tensor.nbytes for tensor in tensors if not tensor.is_meta)
 
     def planned(self) -> tuple[int, int]:
-        """Planned bytes: of the copy, and of the temporary memory needed while it is made."""
+        """Return planned bytes: of the copy, and of the temporary memory needed while it is made."""
         tensors = (*self.holders.parameters(), *self.holders.buffers())
         temporary = [0]
         for group in self.groups:
@@ -287,8 +303,8 @@ class Int8Copy:
             temporary.append(read + max(sum(map(staging_bytes, partitioned)), self._temporary(group, adapters=True)))
         return sum(tensor.nbytes for tensor in tensors), max(temporary)
 
-    def _temporary(self, entries: list[Entry], adapters: bool) -> int:
-        """Bytes to merge and quantize the largest of `entries`, in addition to what is gathered."""
+    def _temporary(self, entries: list[QuantizedTensor], adapters: bool) -> int:
+        """Return the bytes to merge and quantize the largest of `entries`, in addition to what is gathered."""
         merged, bases, _ = self._read(entries, adapters)
         needs = [quantizing_bytes(whole_shape(param).numel(), param.dtype, self.device) for param in bases]
         for layer in merged:

@@ -21,9 +21,9 @@ class JoinedBuffers:
     def part(
         self, ref: ParamRef, merged: bool, blank: Callable[[ParamRef], torch.Tensor], device: torch.device
     ) -> torch.Tensor:
-        """The view of the joined buffer that belongs to `ref`.  [rows, ...]
+        """Return the view of the joined buffer that belongs to `ref`.  [rows, ...]
 
-        merged: in the buffer of merged weights.  blank: gives a tensor with the shape and dtype of a ref's part.
+        merged: in the buffer of merged weights.  blank: returns a tensor with the shape and dtype of a ref's part.
         """
         if (merged, ref) not in self.parts:
             refs = self.sets[ref]
@@ -31,20 +31,26 @@ class JoinedBuffers:
             self.parts |= {(merged, member): part for member, part in zip(refs, parts, strict=True)}
         return self.parts[merged, ref]
 
+    def drop(self, refs: Iterable[ParamRef]) -> None:
+        """Free the base weights' buffer of a set."""
+        for ref in refs:
+            self.parts.pop((False, ref), None)
+
     def release(self, only_merged: bool = False) -> None:
         """Free all buffers, or only those of merged weights."""
         self.parts = {key: part for key, part in self.parts.items() if only_merged and not key[0]}
 
 
 def empty_rows(blanks: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Views of one new uninitialized tensor, shaped like `blanks`, concatenated along dimension 0."""
+    """Return views of one new uninitialized tensor, shaped like `blanks`, concatenated along dimension 0."""
     rows = [len(blank) for blank in blanks]
     whole = torch.empty(sum(rows), *blanks[0].shape[1:], dtype=blanks[0].dtype, device=device)
     return whole.split(rows)
 
 
 def joined_view(pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """A view of `pieces` as one tensor, concatenated along dimension 0; None if they are not adjacent in memory."""
+    """Return a view of `pieces` as one tensor, concatenated along dimension 0; None if they are not adjacent in
+    memory."""
     first = pieces[0]
     end = first.storage_offset()
     for piece in pieces:
@@ -62,12 +68,14 @@ def joined_view(pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def joined_refs(layout: DecoderLayout) -> list[tuple[ParamRef, ...]]:
-    """The sets of ParamRefs, in every layer, that a decoder reads as one matrix and that are complete parameters."""
+    """Return the sets of ParamRefs, in every layer, that a decoder reads as one matrix and that are complete
+    parameters."""
     sets = []
     for layer in layout.layers:
         for roles in JOINED.values():
             for kind in ("weight", "bias"):
-                refs = tuple(layer.get(f"{role}.{kind}") for role in roles)
+                present = [role for role in roles if f"{role}.weight" in layer or role == roles[0]]
+                refs = tuple(layer.get(f"{role}.{kind}") for role in present)
                 if all(ref is not None and ref.select is None for ref in refs):
                     sets.append(refs)
     return sets

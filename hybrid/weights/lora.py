@@ -10,13 +10,12 @@ from typing import NamedTuple
 
 import torch
 from peft.tuners.lora import layer as lora
-from peft.tuners.lora.variants import DoraEmbeddingVariant, DoraLinearVariant
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hybrid.models.modules import whole_shape
+from hybrid.models.modules import unmergeable_adapter, whole_shape
 
 MERGEABLE = (
     "LoRA, rsLoRA and DoRA on Linear, Conv1D and Embedding, LoRA on expert parameters, modules_to_save, trainable "
@@ -49,11 +48,11 @@ class AdapterParams(NamedTuple):
     magnitude: nn.Parameter | None = None
 
 
-Whole = Callable[[nn.Parameter], torch.Tensor]  # gives a parameter's full tensor
+Whole = Callable[[nn.Parameter], torch.Tensor]  # returns a parameter's full tensor
 
 
 def itself(param: nn.Parameter) -> torch.Tensor:
-    """The `Whole` of parameters that are gathered."""
+    """Return the `Whole` of parameters that are gathered."""
     return param
 
 
@@ -90,7 +89,7 @@ def merge_low_rank(
         into[rows] = total
 
 
-class Adapted(ABC):
+class AdaptedModule(ABC):
     """One adapted module of a model.
 
     name: the adapted module's name in the model.
@@ -98,36 +97,31 @@ class Adapted(ABC):
     wrapper: the module with the adapters.
     plain: the module without adapters.
     sources: the base's training parameters, by `plain`'s parameter names.
-    own: the training parameters of each module inside `wrapper`, kept because lending replaces them.
-    Raises NotImplementedError if a base weight is quantized (not floating point).
+    training_params: those of each module inside `wrapper`, kept because the window replaces them.
     """
 
     def __init__(self, name: str, parent: nn.Module, wrapper: nn.Module, plain: nn.Module, sources: dict):
         self.name, self.parent, self.child = name, parent, name.rpartition(".")[2]
         self.wrapper, self.plain = wrapper, plain
-        self.own = {module: dict(module._parameters) for module in wrapper.modules()}
+        self.training_params = {module: dict(module._parameters) for module in wrapper.modules()}
         self.sources = {key: param for key, param in sources.items() if param is not None}
-        for key, param in self.sources.items():
-            if not param.is_floating_point():
-                raise NotImplementedError(
-                    f"{name}: {key} is {param.dtype}; an adapter on a quantized weight cannot be merged"
-                )
 
     @abstractmethod
-    def state(self) -> tuple:
-        """The active adapters and their scales, comparable with those of an earlier merge. Empty: none is active."""
+    def state(self) -> tuple[tuple[str, float], ...]:
+        """Return the active adapters and their scales, comparable with those of an earlier merge. Empty: none is
+        active."""
 
     @abstractmethod
     def active_params(self) -> list[AdapterParams]:
-        """The parameters of the active adapters, in their order."""
+        """Return the parameters of the active adapters, in their order."""
 
     def adapter_params(self) -> list[nn.Parameter]:
-        """The adapters' parameters that `merge` reads."""
+        """Return the adapters' parameters that `merge` reads."""
         params = [param for a, b, _, *optional in self.active_params() for param in (a, b, *optional)]
         return [param for param in params if param is not None]
 
     def changed(self) -> dict[str, torch.Size]:
-        """Full shapes of the tensors of `plain` that the active adapters change, by parameter name."""
+        """Return full shapes of the tensors of `plain` that the active adapters change, by parameter name."""
         return {"weight": whole_shape(self.sources["weight"])}
 
     def merge(self, base: dict[str, torch.Tensor], into: dict[str, torch.Tensor], whole: Whole = itself) -> None:
@@ -139,14 +133,15 @@ class Adapted(ABC):
         merge_low_rank(weight, self.low_rank(whole), merged, self.magnitudes(whole))
 
     def merged(self, base: dict[str, torch.Tensor], whole: Whole = itself) -> dict[str, torch.Tensor]:
-        """The tensors of `changed` with the active adapters merged, as new tensors in the base's dtype."""
+        """Return the tensors of `changed` with the active adapters merged, as new tensors in the base's dtype."""
         weight = next(iter(base.values()))
         into = {name: weight.new_empty(shape) for name, shape in self.changed().items()}
         self.merge(base, into, whole)
         return into
 
     def merge_temporary_bytes(self) -> int:
-        """Bytes that `merge` needs in addition to the factors and its output: a block of rows and its float32 sum."""
+        """Return the bytes that `merge` needs in addition to the factors and its output: a block of rows and its
+        float32 sum."""
         with_dora = any(params.magnitude is not None for params in self.active_params())
         blocks = [0]
         for param in self.sources.values():
@@ -160,7 +155,7 @@ class Adapted(ABC):
         return all(params.bias is None and params.magnitude is None for params in self.active_params())
 
     def low_rank(self, whole: Whole = itself) -> list[LowRank]:
-        """The deltas of the active adapters to `weight` [out, in], in their order. Expects `is_low_rank`."""
+        """Return the deltas of the active adapters to `weight` [out, in], in their order. Expects `is_low_rank`."""
         return [LowRank(whole(a), whole(b), scale) for a, b, scale, *_ in self.active_params()]
 
     def magnitudes(self, whole: Whole = itself) -> list[torch.Tensor | None]:
@@ -183,33 +178,21 @@ class Adapted(ABC):
         return rows
 
 
-class PeftAdapted(Adapted):
+class PeftAdapted(AdaptedModule):
     """The common base of PEFT's LoRA layers: active adapters, scales and variants."""
 
-    def state(self) -> tuple:
+    def state(self) -> tuple[tuple[str, float], ...]:
         if self.wrapper.disable_adapters or self.wrapper.merged:
             return ()
         scaling = self.wrapper.scaling
         return tuple([(adapter, scaling[adapter]) for adapter in self.active()])
 
     def active(self) -> list[str]:
-        """Names of the active adapters that this module has.
-
-        Raises NotImplementedError if one is of a variant other than DoRA.
-        """
-        scaling = self.wrapper.scaling
-        names = [adapter for adapter in self.wrapper.active_adapters if adapter in scaling]
-        for adapter in names if self.wrapper.lora_variant else ():
-            variant = self.wrapper.lora_variant.get(adapter)
-            if variant is not None and not isinstance(variant, DoraLinearVariant | DoraEmbeddingVariant):
-                raise NotImplementedError(
-                    f"{self.name}: adapter {adapter!r} is a {type(variant).__name__} and cannot be merged for "
-                    f"generation; what can: {MERGEABLE}"
-                )
-        return names
+        """Return the names of the active adapters that this module has."""
+        return [adapter for adapter in self.wrapper.active_adapters if adapter in self.wrapper.scaling]
 
     def magnitude(self, adapter: str) -> nn.Parameter | None:
-        """An adapter's DoRA magnitude vector [out], or None."""
+        """Return an adapter's DoRA magnitude vector [out], or None."""
         return self.wrapper.lora_magnitude_vector[adapter].weight if adapter in self.wrapper.lora_variant else None
 
 
@@ -219,7 +202,7 @@ class PeftLinear(PeftAdapted):
     def active_params(self) -> list[AdapterParams]:
         params = []
         for name in self.active():
-            a, b = self.own[self.wrapper.lora_A[name]], self.own[self.wrapper.lora_B[name]]
+            a, b = self.training_params[self.wrapper.lora_A[name]], self.training_params[self.wrapper.lora_B[name]]
             scale = self.wrapper.scaling[name]
             params.append(AdapterParams(a["weight"], b["weight"], scale, b["bias"], self.magnitude(name)))
         return params
@@ -263,7 +246,7 @@ class PeftExperts(PeftAdapted):
     """Nested `lora.ParamWrapper`s, each over one parameter of the same module (an experts block)."""
 
     def wrappers(self) -> list[lora.ParamWrapper]:
-        """The nested wrappers, the outermost first."""
+        """Return the nested wrappers, the outermost first."""
         chain, module = [], self.wrapper
         while isinstance(module, lora.ParamWrapper):
             chain.append(module)
@@ -309,61 +292,53 @@ def expert_matrix(wrapper: lora.ParamWrapper, weight: torch.Tensor, expert: int)
     return weight[expert] if wrapper._did_swap_in_out_features else weight[expert].T
 
 
-class ChatLinear(Adapted):
+class ChatLinear(AdaptedModule):
     """DeepSpeed-Chat's `LinearLayer_LoRA`: weight [out, in], lora_right_weight [in, r], lora_left_weight [r, out]."""
 
-    def state(self) -> tuple:
-        return (self.wrapper.lora_scaling,)
+    def state(self) -> tuple[tuple[str, float], ...]:
+        if getattr(self.wrapper, "fuse_lora", False):  # by `fuse_lora_weight`: the base weight contains it
+            return ()
+        return (("LoRA", self.wrapper.lora_scaling),)
 
     def active_params(self) -> list[AdapterParams]:
-        own = self.own[self.wrapper]
-        return [AdapterParams(own["lora_right_weight"], own["lora_left_weight"], self.wrapper.lora_scaling)]
+        params = self.training_params[self.wrapper]
+        return [AdapterParams(params["lora_right_weight"], params["lora_left_weight"], self.wrapper.lora_scaling)]
 
     def low_rank(self, whole: Whole = itself) -> list[LowRank]:
         return [LowRank(a.T, b.T, scale) for a, b, scale in super().low_rank(whole)]
 
 
 def is_chat_lora(module: nn.Module) -> bool:
-    """Whether `module` has the attributes of DeepSpeed-Chat's LoRA layer."""
-    return all(hasattr(module, name) for name in ("lora_right_weight", "lora_left_weight", "lora_scaling"))
+    """Whether `module` is DeepSpeed-Chat's LoRA layer: it owns the parameters, a wrapper only forwards them."""
+    return {"lora_right_weight", "lora_left_weight"} <= module._parameters.keys() and hasattr(module, "lora_scaling")
 
 
-def read_adapters(model: nn.Module) -> list[Adapted]:
+def read_adapters(model: nn.Module) -> list[AdaptedModule]:
     """Every adapted module of `model`.
 
     Raises NotImplementedError, with the module's name, if it has an adapter that cannot be merged.
     """
-    for name, config in getattr(model, "peft_config", {}).items():
-        if config.is_prompt_learning or config.is_adaption_prompt:
-            raise NotImplementedError(
-                f"adapter {name!r} is {config.peft_type} and cannot be merged for generation; what can: {MERGEABLE}"
-            )
-    adapted: list[Adapted] = []
-    inner: set[object] = set()  # tuner layers inside an adapted module that is already listed
+    if reason := unmergeable_adapter(model):
+        raise NotImplementedError(f"{reason} and cannot be merged for generation; what can: {MERGEABLE}")
+    adapted: list[AdaptedModule] = []
+    nested: nn.Module | None = None  # the base layer of the last adapted module: an experts block has several adapters
     for name, module in model.named_modules():
-        if module in inner or isinstance(module, TrainableTokensLayer):
+        if isinstance(module, TrainableTokensLayer):
             continue
-        if isinstance(module, BaseTunerLayer) or is_chat_lora(module):
+        if module is not nested and (isinstance(module, BaseTunerLayer) or is_chat_lora(module)):
             adapted.append(read_adapter(model.get_submodule(name.rpartition(".")[0]), name, module))
-            adapted[-1].state()
-            inner.update(child for child in module.modules() if isinstance(child, BaseTunerLayer))
+        base = module._modules.get("base_layer")
+        nested = base if isinstance(module, BaseTunerLayer) else nested
     return adapted
 
 
-def read_adapter(parent: nn.Module, name: str, module: nn.Module) -> Adapted:
-    """`module`, an adapter layer, as an `Adapted`. Raises NotImplementedError if it cannot be merged."""
+def read_adapter(parent: nn.Module, name: str, module: nn.Module) -> AdaptedModule:
+    """Return the `AdaptedModule` of `module`, an adapter layer that can be merged."""
     if isinstance(module, BaseTunerLayer):
         plain = module.get_base_layer()
-        if isinstance(module, lora.Linear) and isinstance(plain, nn.Linear | Conv1D):
-            return PeftLinear(name, parent, module, plain, plain._parameters)
-        if isinstance(module, lora.Embedding):
-            return PeftEmbedding(name, parent, module, plain, plain._parameters)
-        if isinstance(module, lora.ParamWrapper):
-            return PeftExperts(name, parent, module, plain, plain._parameters)
-        raise NotImplementedError(
-            f"{name}: {type(module).__module__}.{type(module).__name__} cannot be merged for generation; "
-            f"what can: {MERGEABLE}"
-        )
+        kinds: dict[type, Callable[..., AdaptedModule]]
+        kinds = {lora.Linear: PeftLinear, lora.Embedding: PeftEmbedding, lora.ParamWrapper: PeftExperts}
+        return kinds[type(module)](name, parent, module, plain, plain._parameters)
     rows, columns = whole_shape(module.weight)
-    shell = nn.Linear(columns, rows, bias=module.bias is not None, device="meta")  # gets lent weights
+    shell = nn.Linear(columns, rows, bias=module.bias is not None, device="meta")  # gets a window's weights
     return ChatLinear(name, parent, module, shell, {"weight": module.weight, "bias": module.bias})

@@ -1,13 +1,18 @@
 """A model's weights as snapshots copy them: adapted modules, groups that are gathered together, and their version."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
+from zlib import crc32
 
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.structure import Structure
-from hybrid.weights.lora import Adapted, read_adapters
+from hybrid.weights.lora import AdaptedModule, read_adapters
 
 
 @dataclass
@@ -26,7 +31,7 @@ class WeightVersion:
         return self.steps + self.loads + self.adapter_changes
 
     def begin_update(self, *_: object) -> None:
-        """A pre-step hook for an optimizer: weights may be written from here on, even if the step then raises."""
+        """Mark that weights may be written from here on, even if the step then raises. An optimizer's pre-step hook."""
         self.updating = True
 
     def end_update(self) -> None:
@@ -46,11 +51,11 @@ class Group:
     (or kept unmerged)."""
 
     params: tuple[nn.Parameter, ...]
-    adapted: tuple[Adapted, ...]
+    adapted: tuple[AdaptedModule, ...]
 
 
 class State(NamedTuple):
-    """What copies were made from: the version, and the active adapters; () for copies without adapters."""
+    """The source of copies: the weights' version, and the active adapters; () for copies without adapters."""
 
     loads: int
     steps: int
@@ -62,39 +67,41 @@ class ModelWeights:
     """A model's weights.
 
     adapted: the model's adapted modules.
+    running: the model's adapter layers if they cannot be merged: their own forwards run. Then nothing is adapted.
     groups: the weights that `Snapshot.refresh` updates, in order; (): it updates nothing.
-    unmerged: adapters are kept unmerged where `Adapted.can_run_unmerged` allows it.
+    unmerged: adapters are kept unmerged where `AdaptedModule.can_run_unmerged` allows it.
     trainable: the parameters that a step may change.
     """
 
     info: ModelInfo
-    adapted: tuple[Adapted, ...]
+    adapted: tuple[AdaptedModule, ...]
+    running: tuple[nn.Module, ...]
     groups: tuple[Group, ...]
     unmerged: bool
     version: WeightVersion
     trainable: frozenset[nn.Parameter]
 
     def number(self) -> int:
-        """The current version of the weights. Changes of the active adapters count."""
-        self.version.see_adapters(active_adapters(self.adapted))
+        """Return the current version of the weights. Changes of the active adapters count."""
+        self.version.see_adapters((*active_adapters(self.adapted), *map(switch_state, self.running)))
         return self.version.number
 
     def state(self, adapters: bool) -> State:
-        """The current state of all weights.  adapters: with the active adapters."""
+        """Return the current state of all weights.  adapters: with the active adapters."""
         return State(self.version.loads, self.version.steps, active_adapters(self.adapted) if adapters else ())
 
-    def stamp(self, weight: nn.Parameter | Adapted) -> State:
-        """The current state of one parameter, or of one adapted module's merged weights."""
+    def stamp(self, weight: nn.Parameter | AdaptedModule) -> State:
+        """Return the current state of one parameter, or of one adapted module's merged weights."""
         version = self.version
-        if isinstance(weight, Adapted):
+        if isinstance(weight, AdaptedModule):
             return State(version.loads, version.steps, weight.state())
         return State(version.loads, version.steps if weight in self.trainable else 0, ())
 
-    def is_unmerged(self, adapted: Adapted, adapters: bool) -> bool:
+    def is_unmerged(self, adapted: AdaptedModule, adapters: bool) -> bool:
         """Whether the active adapters of `adapted` run unmerged. False if `adapters` is False or none is active."""
         return adapters and self.unmerged and bool(adapted.state()) and adapted.can_run_unmerged()
 
-    def is_merged(self, adapted: Adapted, adapters: bool) -> bool:
+    def is_merged(self, adapted: AdaptedModule, adapters: bool) -> bool:
         """Whether the active adapters of `adapted` are merged. False if `adapters` is False or none is active."""
         return adapters and bool(adapted.state()) and not self.is_unmerged(adapted, adapters)
 
@@ -102,34 +109,57 @@ class ModelWeights:
 def read_weights(
     info: ModelInfo, layers_per_group: int, unmerged: bool = False, version: WeightVersion | None = None
 ) -> ModelWeights:
-    """The weights of `info.model`, `layers_per_group` layers to a group.
+    """Return the weights of `info.model`, `layers_per_group` layers to a group.
 
     version: the counter to continue; None: a new one.
-    Raises NotImplementedError, with the module's name, for an adapter that cannot be merged.
     """
-    adapted = tuple(read_adapters(info.model))
+    adapted = tuple(read_adapters(info.model)) if info.merges_adapters else ()
+    running = () if info.merges_adapters else tuple(filter(is_switch, info.model.modules()))
     version = version or WeightVersion()
-    version.adapters = active_adapters(adapted)
+    version.adapters = (*active_adapters(adapted), *map(switch_state, running))
     groups = make_groups(info.model, info.structure, adapted, layers_per_group)
     trainable = frozenset(param for param in info.model.parameters() if param.requires_grad)
-    return ModelWeights(info, adapted, groups, unmerged, version, trainable)
+    return ModelWeights(info, adapted, running, groups, unmerged, version, trainable)
 
 
-def active_adapters(adapted: tuple[Adapted, ...]) -> tuple:
-    """The state of every adapted module, to be compared with an earlier one."""
+def active_adapters(adapted: tuple[AdaptedModule, ...]) -> tuple:
+    """Return the state of every adapted module, to be compared with an earlier one."""
     return tuple(layer.state() for layer in adapted)
 
 
+@lru_cache(maxsize=8)
+def adapters_text(adapters: tuple) -> str:
+    """Return the active adapters of a `State` as a text that ranks compare: their names, and a checksum that scales and
+    modules are part of."""
+    names = dict.fromkeys(name for layer in adapters for name, _ in layer)
+    return f"{', '.join(names) or 'no adapter'} ({crc32(repr(adapters).encode()):08x})"
+
+
+def is_switch(module: nn.Module) -> bool:
+    """Whether adapters are switched at this module: PEFT's layers and wrappers, and its model for virtual tokens."""
+    return isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper | PeftModel)
+
+
+def switch_state(module: Any) -> tuple:
+    """Return which adapters run at a module of `is_switch`."""
+    disabled = module._adapters_disabled if isinstance(module, PeftModel) else module.disable_adapters
+    active = module.active_adapter if isinstance(module, PeftModel) else module.active_adapters
+    return disabled, str(active)
+
+
 def make_groups(
-    model: nn.Module, structure: Structure, adapted: tuple[Adapted, ...], layers_per_group: int
+    model: nn.Module, structure: Structure, adapted: tuple[AdaptedModule, ...], layers_per_group: int
 ) -> tuple[Group, ...]:
-    """The groups in which weights are gathered: parts outside the layers, then layers, `layers_per_group` at a time.
+    """Return the groups in which weights are gathered: parts outside the layers, then layers, `layers_per_group` at a
+    time.
 
     A parameter that two parts share is in the first part's group. Adapter factors are in no group: they are gathered
     with the modules that they adapt.
     """
     sources = {param for layer in adapted for param in layer.sources.values()}
-    factors = {param for layer in adapted for param in layer.wrapper.parameters()} - sources
+    # A base may have modules inside it, with parameters of their own (a router's); they are copied as any others.
+    factors = {param for layer in adapted for param in {*layer.wrapper.parameters()} - {*layer.plain.parameters()}}
+    factors -= sources
     bundles = [
         modules[start : start + layers_per_group]
         for modules in ([part.module for part in structure.outer], [part.module for part in structure.layers])

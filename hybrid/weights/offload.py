@@ -11,7 +11,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from hybrid.profiling import Phase
+from hybrid.runtime.profiling import Phase
 
 
 def require_movable(config: DeepSpeedConfig) -> None:
@@ -40,13 +40,13 @@ def require_movable_optimizer(optimizer: Any) -> None:
             f"rollout.offload_states: true given with {type(optimizer).__name__} as DeepSpeed's optimizer, which has "
             "no states to move; use false"
         )
-    own = optimizer.optimizer
+    inner = optimizer.optimizer
     if (
         isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
-        and type(own) is not deepspeed.ops.adam.fused_adam.FusedAdam
+        and type(inner) is not deepspeed.ops.adam.fused_adam.FusedAdam
     ):
         raise ValueError(
-            f"rollout.offload_states: true given with {type(own).__name__} and ZeRO-3, of which DeepSpeed moves only "
+            f"rollout.offload_states: true given with {type(inner).__name__} and ZeRO-3, of which DeepSpeed moves only "
             "the states of its FusedAdam; use that, stage 1 or 2, or false"
         )
 
@@ -94,8 +94,8 @@ class TrainingStates:
 
 
 def movable_states(optimizer: Any) -> list[OffloadStateTypeEnum]:
-    """The kinds of state that can be moved now and restored unchanged. Weights in the model's dtype are not moved: the
-    snapshot reads them."""
+    """Return the kinds of state that can be moved now and restored unchanged. Weights in the model's dtype are not
+    moved: the snapshot reads them."""
     states = OffloadStateTypeEnum
     if not isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return [states.optim_states, states.hp_params, states.lp_grads]
@@ -109,8 +109,8 @@ def movable_states(optimizer: Any) -> list[OffloadStateTypeEnum]:
 
 
 def scratch(optimizer: Any) -> list[torch.Tensor]:
-    """Buffers of a DeepSpeed optimizer whose content is needed only while a backward runs: ZeRO-3's gradient buckets,
-    of `reduce_bucket_size` elements. DeepSpeed's own offloading drops it too."""
+    """Return the buffers of a DeepSpeed optimizer whose content is needed only while a backward runs: ZeRO-3's gradient
+    buckets, of `reduce_bucket_size` elements. DeepSpeed's own offloading drops it too."""
     buckets = optimizer.ipg_buckets.values() if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) else ()
     return [bucket.buffer for bucket in buckets if bucket.buffer is not None]
 

@@ -9,11 +9,12 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from hybrid.weights.gather import own_shard
+from hybrid.runtime.waiting import collective
+from hybrid.weights.gather import group_of, own_shard
 from hybrid.weights.slices import Slice
 
 
-class Runs(NamedTuple):
+class ContiguousRanges(NamedTuple):
     """Runs of consecutive elements of a flat parameter, and where they lie in a rank's slice.
 
     Element j of run i is element `first + i·stride + j` of the parameter, and `target + i·target_stride +
@@ -34,12 +35,12 @@ class Runs(NamedTuple):
         return self.count * self.width
 
     def numel_before(self, position: int) -> int:
-        """Number of the elements that lie before `position` of the parameter."""
+        """Return the number of the elements that lie before `position` of the parameter."""
         run, offset = divmod(max(position - self.first, 0), self.stride)
         return min(run * self.width + min(offset, self.width), self.numel)
 
-    def within(self, first: int, last: int) -> list["Runs"]:
-        """The elements that lie in [first, last) of the parameter: part of a run, whole runs, part of a run."""
+    def within(self, first: int, last: int) -> list["ContiguousRanges"]:
+        """Return the elements that lie in [first, last) of the parameter: part of a run, whole runs, part of a run."""
         start, stop, pieces = self.numel_before(first), self.numel_before(last), []
         while start < stop:
             run, offset = divmod(start, self.width)
@@ -55,18 +56,19 @@ class Runs(NamedTuple):
         return pieces
 
     def of_shard(self, shard: torch.Tensor, first: int) -> torch.Tensor:
-        """A view of the elements.  [count, width]  shard: elements of the parameter, from `first` on."""
+        """Return a view of the elements.  [count, width]  shard: elements of the parameter, from `first` on."""
         offset = shard.storage_offset() + self.first - first
         return shard.as_strided((self.count, self.width), (self.stride, 1), offset)
 
     def of_slice(self, part: torch.Tensor) -> torch.Tensor:
-        """A view of the elements.  [count, width]  part: the slice, contiguous."""
+        """Return a view of the elements.  [count, width]  part: the slice, contiguous."""
         offset = part.storage_offset() + self.target
         return part.as_strided((self.count, self.width), (self.target_stride, self.target_step), offset)
 
 
-def runs_between(source: torch.Tensor, target: torch.Tensor) -> Runs | None:
-    """The runs by which a view `source` of a flat parameter becomes `target`, a view of a slice. None if it is not made
+def runs_between(source: torch.Tensor, target: torch.Tensor) -> ContiguousRanges | None:
+    """Return the runs by which a view `source` of a flat parameter becomes `target`, a view of a slice. None if it is
+    not made
     of runs at one distance: three dimensions that do not merge, or no two neighbours in memory."""
     dims: list[tuple[int, int, int]] = []  # size and both strides, as few as possible, in the parameter's order
     by_stride = sorted(zip(source.shape, source.stride(), target.stride(), strict=True), key=lambda dim: -dim[1])
@@ -83,10 +85,10 @@ def runs_between(source: torch.Tensor, target: torch.Tensor) -> Runs | None:
     if len(dims) > 2 or stride < width:
         return None
     first, to = int(source.storage_offset()), int(target.storage_offset())
-    return Runs(count, width, first, stride, to, target_stride, target_step)
+    return ContiguousRanges(count, width, first, stride, to, target_stride, target_step)
 
 
-def runs_of(part: Slice, shape: torch.Size) -> list[Runs] | None:
+def runs_of(part: Slice, shape: torch.Size) -> list[ContiguousRanges] | None:
     """Where the elements of a slice lie in a parameter of this shape; [] if another rank has all of it. None: they do
     not lie in runs at one distance, or `part.ref.select` makes a copy, as of rows interleaved by head."""
     whole = torch.empty(shape, device="meta")
@@ -97,12 +99,14 @@ def runs_of(part: Slice, shape: torch.Size) -> list[Runs] | None:
     return None if None in runs else runs
 
 
-Layout = list[list[list[Runs]]]  # of a parameter, by index in an inference group: the runs of each of its slices
-Transfer = tuple[nn.Parameter, int, Runs]  # a parameter, the number of a slice of it, and elements of both
+Layout = list[
+    list[list[ContiguousRanges]]
+]  # of a parameter, by index in an inference group: the runs of each of its slices
+Transfer = tuple[nn.Parameter, int, ContiguousRanges]  # a parameter, the number of a slice of it, and elements of both
 
 
 def layout_of(shape: torch.Size, parts: list[Slice], size: int) -> Layout | None:
-    """The layout of a parameter's slices on the `size` ranks of a group. None: it is to be gathered whole.
+    """Return the layout of a parameter's slices on the `size` ranks of a group. None: it is to be gathered whole.
 
     Besides slices that are not made of runs, these are matrices that every rank keeps whole: they are gathered straight
     into their copies, without buffers.
@@ -114,19 +118,19 @@ def layout_of(shape: torch.Size, parts: list[Slice], size: int) -> Layout | None
 
 
 def exchange_bytes(param: torch.Tensor, layout: Layout) -> int:
-    """Temporary bytes of this rank while a partitioned parameter is exchanged: what it sends and receives."""
-    ranks, own, numel = group_ranks(param), dist.get_rank(param.ds_process_group), param.ds_tensor.ds_numel
+    """Return temporary bytes of this rank while a partitioned parameter is exchanged: what it sends and receives."""
+    ranks, rank, numel = group_ranks(param), dist.get_rank(param.ds_process_group), param.ds_tensor.ds_numel
     in_shard = [
-        sum(runs.numel_before((own + 1) * numel) - runs.numel_before(own * numel) for runs in chain(*slices))
+        sum(runs.numel_before((rank + 1) * numel) - runs.numel_before(rank * numel) for runs in chain(*slices))
         for slices in layout
     ]
     sent = sum(in_shard[rank % len(layout)] for rank in ranks)
-    received = sum(runs.numel for runs in chain(*layout[ranks[own] % len(layout)]))
+    received = sum(runs.numel for runs in chain(*layout[ranks[rank] % len(layout)]))
     return (sent + received) * param.ds_tensor.element_size() + copied_bytes(param)
 
 
 def group_ranks(param: torch.Tensor) -> list[int]:
-    """The ranks that a parameter is partitioned over."""
+    """Return the ranks that a parameter is partitioned over."""
     return dist.get_process_group_ranks(param.ds_process_group)
 
 
@@ -148,9 +152,9 @@ class SliceExchange:
     def __init__(self, layouts: dict[nn.Parameter, Layout]):
         self.layouts = layouts
         first = next(iter(layouts))
-        self.ranks, self.own = group_ranks(first), dist.get_rank(first.ds_process_group)
-        sent = [list(self._transfers(self.own, peer)) for peer in range(len(self.ranks))]
-        received = [list(self._transfers(peer, self.own)) for peer in range(len(self.ranks))]
+        self.ranks, self.rank = group_ranks(first), dist.get_rank(first.ds_process_group)
+        sent = [list(self._transfers(self.rank, peer)) for peer in range(len(self.ranks))]
+        received = [list(self._transfers(peer, self.rank)) for peer in range(len(self.ranks))]
         send_sizes, sizes = ([sum(runs.numel for *_, runs in by) for by in each] for each in (sent, received))
         device = torch.device(get_accelerator().current_device_name())
         sending, self.received = first.ds_tensor.new_empty(sum(send_sizes), device=device), list(chain(*received))
@@ -158,12 +162,12 @@ class SliceExchange:
         shards = {param: own_shard(param).to(device) for param in layouts}
         self.nbytes = sending.nbytes + self.buffer.nbytes + sum(map(copied_bytes, layouts))
         for (param, _, runs), packed in packed_in(sending, list(chain(*sent))):
-            packed.copy_(runs.of_shard(shards[param], self.own * param.ds_tensor.ds_numel))
+            packed.copy_(runs.of_shard(shards[param], self.rank * param.ds_tensor.ds_numel))
         group = first.ds_process_group
         self.work = dist.all_to_all_single(self.buffer, sending, sizes, send_sizes, group=group, async_op=True)
 
     def _transfers(self, sender: int, receiver: int) -> Iterator[Transfer]:
-        """What one rank sends to another, in order."""
+        """Yield the transfers from one rank to another, in order."""
         for param, layout in self.layouts.items():
             size = param.ds_tensor.ds_numel
             for number, slice_runs in enumerate(layout[self.ranks[receiver] % len(layout)]):
@@ -172,13 +176,14 @@ class SliceExchange:
                         yield param, number, piece
 
     def finish(self, slices: dict[nn.Parameter, list[torch.Tensor | None]]) -> int:
-        """Wait, and copy what came into the slices, which are contiguous; padding becomes 0. Gives the bytes received.
+        """Wait, and copy the received data into the slices, which are contiguous; padding becomes 0. Returns its bytes.
 
         slices: of each parameter, in the order of its layout; None: another rank has all of it.
         """
-        self.work.wait()
+        with collective("finish", group_of(self.layouts)):
+            self.work.wait()
         for param, layout in self.layouts.items():
-            for part, slice_runs in zip(slices[param], layout[self.ranks[self.own] % len(layout)], strict=True):
+            for part, slice_runs in zip(slices[param], layout[self.ranks[self.rank] % len(layout)], strict=True):
                 if part is not None and sum(runs.numel for runs in slice_runs) < part.numel():
                     part.zero_()
         for (param, number, runs), packed in packed_in(self.buffer, self.received):
@@ -187,7 +192,7 @@ class SliceExchange:
 
 
 def copied_bytes(param: torch.Tensor) -> int:
-    """Bytes of a shard in host memory that is copied to the device to be sent: 0 if it is there."""
+    """Return the bytes of a shard in host memory that is copied to the device to be sent: 0 if it is there."""
     is_offloaded = param.ds_tensor.device.type == "cpu" != get_accelerator().device_name()
     return param.ds_tensor.nbytes if is_offloaded else 0
 

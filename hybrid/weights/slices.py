@@ -25,20 +25,22 @@ class Shard:
 WHOLE = Shard(1, 0)
 
 
-def sizes_that_fit(heads: int, kv_heads: int) -> list[int]:
-    """The tensor-parallel sizes that the heads can be divided by.
+def sizes_that_fit(heads: int, *kv_heads: int) -> list[int]:
+    """Return the tensor-parallel sizes that the heads can be divided by.
 
-    A size divides `heads`, and divides `kv_heads` or is a multiple of it (ranks then share key and value heads).
+    A size divides `heads`, and divides each of `kv_heads` or is a multiple of it (ranks then share key and value
+    heads).
     """
-    return [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    sizes = (n for n in range(1, heads + 1) if heads % n == 0)
+    return [n for n in sizes if all(count % n == 0 or n % count == 0 for count in kv_heads)]
 
 
-def require_divisible(heads: int, kv_heads: int, size: int, key: str = "hybrid_engine.inference_tp_size") -> None:
+def require_divisible(size: int, heads: int, *kv_heads: int, key: str = "hybrid_engine.inference_tp_size") -> None:
     """Raise ValueError if the heads cannot be divided over `size` ranks.  key: the setting that the error names."""
-    fits = sizes_that_fit(heads, kv_heads)
+    fits = sizes_that_fit(heads, *kv_heads)
     if size not in fits:
         raise ValueError(
-            f"{key}: {size} given; the model's {heads} attention heads and {kv_heads} key "
+            f"{key}: {size} given; the model's {heads} attention heads and {' or '.join(map(str, kv_heads))} key "
             f"and value heads can be shared out by {', '.join(map(str, fits))}"
         )
 
@@ -47,19 +49,24 @@ def shard_spec(spec: DecoderSpec, shard: Shard) -> DecoderSpec:
     """`spec` with one rank's heads. With fewer key and value heads than ranks, ranks share them: each has one."""
     heads = spec.num_heads // shard.size
     alibi = None if spec.alibi is None else spec.alibi[shard.index * heads : (shard.index + 1) * heads]
-    return replace(spec, num_heads=heads, num_kv_heads=max(spec.num_kv_heads // shard.size, 1), alibi=alibi)
+    layers = tuple(
+        replace(layer, num_kv_heads=max(layer.num_kv_heads // shard.size, 1)) if layer.num_kv_heads else layer
+        for layer in spec.layers
+    )
+    kv_heads = max(spec.num_kv_heads // shard.size, 1)
+    return replace(spec, layers=layers, num_heads=heads, num_kv_heads=kv_heads, alibi=alibi)
 
 
 def part_of(tensor: torch.Tensor, dim: int, shard: Shard) -> torch.Tensor:
-    """A view of a rank's part of dimension `dim`; shorter than the others' on the last ranks if the size does not
-    divide."""
+    """Return a view of a rank's part of dimension `dim`; shorter than the others' on the last ranks if the size does
+    not divide."""
     width = part_width(tensor, dim, shard)
     start = min(width * shard.index, tensor.shape[dim])
     return tensor.narrow(dim, start, min(width, tensor.shape[dim] - start))
 
 
 def part_width(tensor: torch.Tensor, dim: int, shard: Shard) -> int:
-    """The size of dimension `dim` in every rank's slice."""
+    """Return the size of dimension `dim` in every rank's slice."""
     return -(-tensor.shape[dim] // shard.size)
 
 
@@ -73,40 +80,42 @@ def padded(part: torch.Tensor, dim: int, width: int) -> torch.Tensor:
 
 
 def chunk(tensor: torch.Tensor, dim: int, shard: Shard) -> torch.Tensor:
-    """A rank's slice of dimension `dim`, of the same size on every rank: padded with zeros at the end."""
+    """Return a rank's slice of dimension `dim`, of the same size on every rank: padded with zeros at the end."""
     return padded(part_of(tensor, dim, shard), dim, part_width(tensor, dim, shard))
 
 
 def row_dim(tensor: torch.Tensor) -> int:
-    """The output dimension of a matrix [out, in], of expert matrices [experts, out, in], or of a bias [out]."""
+    """Return the output dimension of a matrix [out, in], of expert matrices [experts, out, in], or of a bias [out]."""
     return max(tensor.dim() - 2, 0)
 
 
-# How each role's tensors are sliced, by the values of `Share.cuts`; every rank keeps the full tensors of other roles.
+# The slicing of each role's tensors, as in `TPModule.cuts`; every rank keeps the full tensors of other roles.
 ROLE_CUTS = {
-    **dict.fromkeys(("q", "q_norm", "gate", "up", "embedding", "head"), "rows"),
+    **dict.fromkeys(("q", "q_norm", "q_b", "kv_b", "sinks", "gate", "up", "embedding", "head"), "rows"),
+    "attention_gate": "rows",
+    **dict.fromkeys(("shared_gate", "shared_up"), "rows"),
     **dict.fromkeys(("k", "v", "k_norm"), "kv"),
-    **dict.fromkeys(("o", "down", "experts_down"), "columns"),
+    **dict.fromkeys(("o", "down", "experts_down", "shared_down"), "columns"),
     "experts_gate_up": "halves",
 }
 
 
-def cut_of(role: str, spec: DecoderSpec) -> str | None:
-    """How "<role>.weight" [out, in] or "<role>.bias" [out] is sliced; None: not.
+def slice_spec_of(role: str, spec: DecoderSpec) -> str | None:
+    """Return the slicing of "<role>.weight" [out, in] or "<role>.bias" [out]; None: not sliced.
 
     Biases of outputs that are summed over the group belong to the first rank.
     """
     name, _, kind = role.partition(".")
     if name in ("q_norm", "k_norm") and spec.qk_norm != "row":
         return None
-    return "once" if kind == "bias" and name in ("o", "down") else ROLE_CUTS.get(name)
+    return "once" if kind == "bias" and ROLE_CUTS.get(name) == "columns" else ROLE_CUTS.get(name)
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Cuts a rank's slice out of a full tensor: a matrix [out, in], experts' [experts, out, in], or a bias [out].
+class SliceSpec:
+    """A rank's slice of a full tensor: a matrix [out, in], experts' [experts, out, in], or a bias [out].
 
-    kind: a value of `Share.cuts`.  kv_heads: over all ranks, for the kind "kv".
+    kind: a value of `TPModule.cuts`.  kv_heads: over all ranks, for the kind "kv".
     experts: the rank's experts, if a leading experts dimension is divided too.
     """
 
@@ -124,12 +133,12 @@ class Cut:
         return self.kind == "once" and self.shard.index == 0
 
     def dim(self, tensor: torch.Tensor) -> int:
-        """The dimension that is cut."""
+        """Return the dimension that is cut."""
         return tensor.dim() - 1 if self.kind == "columns" else row_dim(tensor)
 
     def parts(self, tensor: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
-        """What the slice consists of, in order along `dim`: parts of the full tensor, and the width that each is padded
-        to with zeros. [] if another rank has all of it."""
+        """Return the slice's parts in order along `dim`: views of the full tensor, and the width to which each is
+        padded with zeros. [] if another rank has all of it."""
         if self.experts.size > 1:
             tensor = chunk(tensor, 0, self.experts)
         dim, shard = self.dim(tensor), self.shard
@@ -141,7 +150,7 @@ class Cut:
         return [(part_of(block, dim, shard), part_width(block, dim, shard)) for block in blocks]
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The slice of a full tensor, a view where possible; None if another rank has all of it."""
+        """Return the slice of a full tensor, a view where possible; None if another rank has all of it."""
         dim = self.dim(tensor)
         parts = [padded(part, dim, width) for part, width in self.parts(tensor)]
         return torch.cat(parts, dim) if len(parts) > 1 else next(iter(parts), None)
@@ -158,7 +167,7 @@ class Slice:
 
     ref: ParamRef
     key: tuple
-    cut: Cut | None
+    cut: SliceSpec | None
     row_parallel: bool = False
 
     @property
@@ -167,7 +176,7 @@ class Slice:
         return self.ref.select is None and (self.cut is None or self.cut.keeps_all)
 
     def of(self, whole: torch.Tensor) -> torch.Tensor | None:
-        """The slice of the full parameter `whole`; None if another rank has all of it."""
+        """Return the slice of the full parameter `whole`; None if another rank has all of it."""
         selected = self._selected(whole)
         return selected if self.cut is None else self.cut(selected)
 
@@ -175,14 +184,14 @@ class Slice:
         return whole if self.ref.select is None else self.ref.select(whole)
 
     def at(self, index: int) -> "Slice":
-        """The slice of the group's rank `index`."""
+        """Return the slice of the group's rank `index`."""
         if self.cut is None:
             return self
         return replace(self, cut=replace(self.cut, shard=replace(self.cut.shard, index=index)))
 
     def views(self, whole: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs of equal tensors: of the full parameter `whole`, and of a new contiguous tensor for the slice, whose
-        other elements are 0. Of the parameter they are views, unless `ref.select` makes a copy."""
+        """Return pairs of equal tensors: of the full parameter `whole`, and of a new contiguous tensor for the slice,
+        whose other elements are 0. Of the parameter they are views, unless `ref.select` makes a copy."""
         selected, part = self._selected(whole), self.of(whole)
         if part is None:
             return []
@@ -194,7 +203,7 @@ class Slice:
         return [(source, to.narrow(dim, 0, source.shape[dim])) for (source, _), to in zip(parts, targets, strict=True)]
 
     def of_factors(self, low_rank: LowRank) -> LowRank:
-        """The factors of this slice's low-rank delta. b must have the rows of `ref`.
+        """Return the factors of this slice's low-rank delta. b must have the rows of `ref`.
 
         A row-parallel slice gets a slice of `a`: a·x is then a sum over ranks, and as b is linear, ranks may apply it
         before the sum.
@@ -211,26 +220,28 @@ VOCABULARY = ("embedding.weight", "head.weight")  # sliced alike, so that tied w
 
 
 def slices_of(layout: DecoderLayout, shard: Shard, experts: Shard = WHOLE) -> dict[ParamRef, Slice]:
-    """A rank's slice of every ParamRef of a layout.
+    """Return a rank's slice of every ParamRef of a layout.
 
     experts: the rank's experts, for expert parallelism; the matrices of these are sliced by `shard`.
     """
     slices = {}
-    for layer in (layout.outer, *layout.layers):
+    spec = layout.spec
+    by_layer = [(layout.outer, spec), *((layer, spec.of_layer(index)) for index, layer in enumerate(layout.layers))]
+    for layer, of_layer in by_layer:
         for role, ref in layer.items():
-            kind = cut_of(role, layout.spec)
+            kind = slice_spec_of(role, of_layer)
             divided = experts if role.startswith("experts_") else WHOLE
             key = ("vocabulary" if role in VOCABULARY else role, ref.select)
-            cut = None if kind is None else Cut(kind, shard, layout.spec.num_kv_heads, divided)
-            slices[ref] = Slice(ref, key, cut, role in ("o.weight", "down.weight"))
+            cut = None if kind is None else SliceSpec(kind, shard, of_layer.num_kv_heads, divided)
+            slices[ref] = Slice(ref, key, cut, role in ("o.weight", "down.weight", "shared_down.weight"))
     return slices
 
 
 def planned_slices(plan: TensorPlan, shard: Shard) -> dict[ParamRef, Slice]:
-    """A rank's slice of every parameter that a plan slices."""
+    """Return a rank's slice of every parameter that a plan slices."""
     slices = {}
     for share in plan.shares:
         for name, kind in share.cuts.items():
             ref = ParamRef(share.module, name)
-            slices[ref] = Slice(ref, (kind,), Cut(kind, shard, share.kv_heads))
+            slices[ref] = Slice(ref, (kind,), SliceSpec(kind, shard, share.kv_heads))
     return slices

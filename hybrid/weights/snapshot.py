@@ -2,14 +2,18 @@
 
 What is kept of a weight is a slice: a rank's part of it, or the whole. A weight that is kept whole, is not partitioned
 and needs no merge is not copied: the model's own is used. Partitioned weights (ZeRO-3) are gathered in groups, straight
-into their copies if they are kept whole. Adapters are merged out of place, or their factors are kept unmerged. Weights
-that a decoder reads as one matrix lie in one buffer: q, k and v; gate and up. Buffers keep their addresses until they
-are freed.
+into their copies if they are kept whole. Adapters are merged out of the training weights' place, or their factors are
+kept unmerged. Weights that a decoder reads as one matrix lie in one buffer: q, k and v; gate and up. Buffers keep their
+addresses until they are freed.
+
+A weight with merged adapters has one copy, which holds either the base or the merged weight (`merged_over`): a merge
+overwrites the copy of its base, and what reads the base gathers it again. With `keeps_base` each has a copy.
 
 Of weights to be sliced a rank receives its slices only (`SliceExchange`). On the CPUs of one host ranks read them from
 whole weights in shared memory; weights that an exchange does not support are gathered whole on every rank.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -23,9 +27,9 @@ from torch import nn
 from hybrid.kernels.host_memory import HostMemory
 from hybrid.models.modules import whole_shape
 from hybrid.models.spec import ParamRef
-from hybrid.profiling import Phase
+from hybrid.runtime.profiling import Phase
 from hybrid.weights.gather import (
-    Fetch,
+    AsyncAllGather,
     gathered,
     has_plain_shard,
     is_partitioned,
@@ -37,12 +41,15 @@ from hybrid.weights.gather import (
     whole_in,
 )
 from hybrid.weights.joined import JoinedBuffers
-from hybrid.weights.lora import Adapted, LowRank, merge_low_rank
+from hybrid.weights.lora import AdaptedModule, LowRank, merge_low_rank
 from hybrid.weights.model_weights import Group, ModelWeights, State
 from hybrid.weights.slice_exchange import Layout, SliceExchange, exchange_bytes, exchanges_of, layout_of
 from hybrid.weights.slices import WHOLE_KEY, Slice
+from hybrid.weights.watch import WeightWatch
 
-Owner = nn.Parameter | tuple[Adapted, str]  # what slices are kept of: a parameter, or a merged tensor (module, name)
+Owner = (
+    nn.Parameter | tuple[AdaptedModule, str]
+)  # what slices are kept of: a parameter, or a merged tensor (module, name)
 
 
 @dataclass
@@ -54,10 +61,10 @@ class GroupRefresh:
     """
 
     params: list[nn.Parameter]
-    adapted: list[Adapted]
+    adapted: list[AdaptedModule]
     exchanges: list[SliceExchange]
     exchanged: set[nn.Parameter]
-    fetch: Fetch
+    fetch: AsyncAllGather
     temporary_nbytes: int = field(init=False)
     gathered_bytes: int = 0
 
@@ -72,6 +79,9 @@ class Snapshot:
     decoder_only: only a decoder reads the snapshot, by `slices`; a weight without a ParamRef is not kept. Else the
         model's modules read it too: a partitioned weight without a slice is kept whole.
     joined: sets of ParamRefs (matrices, or biases) that a decoder reads as one; their copies lie in one buffer.
+    keeps_base: keep the base and the merged copy of each weight with adapters: calls with and without adapters may then
+        alternate at one version without a gather.
+    Its many fields: a table for each kind of copy (parts, factors, fills, spare memory), their sources and versions.
 
     Adapters of sliced weights: for a decoder, low-rank deltas are merged into the slices of their base, from factors
     that are sliced in the same way, so only the factors are gathered again. All others are merged into the whole base,
@@ -86,6 +96,7 @@ class Snapshot:
         slices: dict[ParamRef, Slice] | None = None,
         decoder_only: bool = False,
         joined: Sequence[tuple[ParamRef, ...]] = (),
+        keeps_base: bool = True,
     ):
         if slices and not decoder_only:
             weights = replace(weights, unmerged=False)
@@ -95,20 +106,29 @@ class Snapshot:
         self.sources = joined_sources(joined, self.adapted)
         self.joined = JoinedBuffers(refs for refs in joined if self.sources.keys() >= set(refs))
         self.kept = self._kept_slices()
+        self.merged_over = {} if keeps_base else self._copies_to_merge_over()
         self.parts: dict[Owner, dict[tuple, nn.Parameter | None]] = {}  # the kept slices, by `Slice.key`
-        self.factors: dict[Adapted, dict[tuple, list[LowRank]]] = {}  # sliced unmerged factors, by `Slice.key`
+        self.factors: dict[AdaptedModule, dict[tuple, list[LowRank]]] = {}  # sliced unmerged factors, by `Slice.key`
         self.fills: dict[ParamRef, torch.Tensor] = {}  # copies of unadapted weights in joined buffers of merged ones
         self.spare: dict[tuple, list[torch.Tensor]] = {}  # memory of dropped parameters, by `memory_kind`
-        self.stamps: dict[nn.Parameter | Adapted | ParamRef, State] = {}  # what each copy was made from
+        self.stamps: dict[nn.Parameter | AdaptedModule | ParamRef, State] = {}  # what each copy was made from
         self.fresh: dict[bool, State] = {}  # by use of adapters: what all copies were made from
-        self.layout = 0  # grows when other tensors are kept
-        self.lent: dict[bool, tuple[tuple, list]] = {}  # Window's cache, by use of adapters: its key, and dictionaries
+        self.overwrites = 0  # grows whenever a copy in `merged_over` is written
+        # The weights' version, and how many refreshes have gathered bases of merged weights at it.
+        self.base_gathers: tuple[tuple, int] = (), 0
+        self.moves = 0  # grows whenever memory of a copy is allocated, replaced or freed
+        self.swapped: dict[
+            bool, tuple[tuple, list]
+        ] = {}  # InferenceWindow's cache, by use of adapters: its key, and dictionaries
+        self.watches: dict[
+            bool, tuple[tuple, WeightWatch]
+        ] = {}  # InferenceWindow's, of swapped-in copies, in the same way
         self.peak_bytes = 0  # most bytes held at once by the copies and the group being gathered
         self.slice_layouts: dict[tuple, Layout | None] = {}  # `layout_of` its arguments
         self.staging: torch.Tensor | None = None  # memory of a host's ranks for weights to be sliced, in a refresh
 
     def _kept_slices(self) -> dict[Owner, list[Slice]]:
-        """The slices to keep of each owner, each once: tied embeddings have equal keys."""
+        """Return the slices to keep of each owner, each once: tied embeddings have equal keys."""
         kept = slices_by_owner(self.slices, self.adapted)
         if not self.decoder_only:
             refs = {param: ref for ref, (_, param) in self.sources.items()}
@@ -121,10 +141,27 @@ class Snapshot:
                     kept.setdefault((adapted, name), [Slice(ref, WHOLE_KEY, None)])
         return kept
 
+    def _copies_to_merge_over(self) -> dict[nn.Parameter, AdaptedModule]:
+        """Return the base parameters whose copies hold the merged weights too, by turns, with their adapted modules.
+
+        Tied weights are left out: with adapters the model reads both, the base in the other place. Of a joined set all
+        adapted weights are included, or none.
+        """
+        counts = Counter(param for module in self.weights.info.model.modules() for param in module._parameters.values())
+        over: dict[nn.Parameter, AdaptedModule] = {}
+        for group in self.weights.groups:
+            copied = {param for param in group.params if counts[param] == 1 and self._is_copied(param)}
+            over |= {param: layer for layer in group.adapted for param in layer.sources.values() if param in copied}
+        for refs in set(self.joined.sets.values()):
+            adapted = {param for layer, param in map(self.sources.__getitem__, refs) if layer is not None}
+            if not over.keys() >= adapted:
+                over = {param: layer for param, layer in over.items() if param not in adapted}
+        return over
+
     # ------------------------------------------------------------- refresh
 
-    def stale(self, weights: Iterable[nn.Parameter | Adapted]) -> list[nn.Parameter | Adapted]:
-        """Those of `weights` whose copy is out of date or does not exist."""
+    def stale(self, weights: Iterable[nn.Parameter | AdaptedModule]) -> list[nn.Parameter | AdaptedModule]:
+        """Return the weights whose copy is out of date or does not exist."""
         return [weight for weight in weights if self.stamps.get(weight) != self.weights.stamp(weight)]
 
     def is_fresh(self, adapters: bool) -> bool:
@@ -134,7 +171,7 @@ class Snapshot:
     def must_gather(self, adapters: bool) -> bool:
         """Whether `refresh` has copies to update. With partitioned parameters it is then a collective."""
         groups = () if self.is_fresh(adapters) else self.weights.groups
-        return any(self.stale(self._copied(group, adapters)) for group in groups)
+        return any(self._stale_in(group, adapters) for group in groups)
 
     def refresh(self, phase: Phase, adapters: bool) -> int:
         """Update every stale copy, group by group; with `adapters` False, merged weights are not updated.
@@ -143,12 +180,13 @@ class Snapshot:
         """
         if self.is_fresh(adapters):
             return 0
-        state, nbytes = self.weights.state(adapters), 0
+        state, nbytes, gathers_base = self.weights.state(adapters), 0, False
         groups = (group for group in self.weights.groups)
         current = following = None
         try:
             current = self._start_next(groups, phase, adapters)
             while current is not None:
+                gathers_base = gathers_base or not self.merged_over.keys().isdisjoint(current.params)
                 with ExitStack() as whole:
                     nbytes += self._receive(current, whole, phase)
                     if not self.slices:  # else the next group's transfers need this one's memory
@@ -163,10 +201,37 @@ class Snapshot:
         if adapters:
             self._fill()
         self.fresh[adapters] = state
+        if gathers_base:
+            version, count = self.base_gathers
+            self.base_gathers = state[:2], 1 + count * (version == state[:2])
         return nbytes
 
-    def _copied(self, group: Group, adapters: bool) -> list[nn.Parameter | Adapted]:
-        """What is copied of a group: parameters, and modules whose adapters are merged or sliced."""
+    def _overwritten(self, adapted: AdaptedModule, adapters: bool) -> list[nn.Parameter]:
+        """Return the base parameters of a module whose copies hold merged weights in a window with `adapters`."""
+        if not self.merged_over or not self.weights.is_merged(adapted, adapters):
+            return []
+        return [param for name in adapted.changed() if (param := adapted.sources.get(name)) in self.merged_over]
+
+    def _stale_in(self, group: Group, adapters: bool) -> list[nn.Parameter | AdaptedModule]:
+        """Return the weights of a group that a refresh updates: stale ones, and the bases that stale merges read."""
+        overwritten = {layer: self._overwritten(layer, adapters) for layer in group.adapted}
+        merged = {param for params in overwritten.values() for param in params}
+        stale = self.stale(weight for weight in self._copied(group, adapters) if weight not in merged)
+        merges = [layer for layer in split_by_kind(stale)[1] if not self._merges_into_gathered(layer)]
+        return [*self.stale(param for layer in merges for param in overwritten[layer]), *stale]
+
+    def _will_overwrite(self, params: Iterable[nn.Parameter]) -> None:
+        """Note, before it happens, that the copies of those of `params` that are in `merged_over` are written: until
+        that has ended they hold neither the base nor the merged weight."""
+        for param in params:
+            if param in self.merged_over:
+                self.stamps.pop(param, None)
+                self.stamps.pop(self.merged_over[param], None)
+                self.fresh.clear()
+                self.overwrites += 1
+
+    def _copied(self, group: Group, adapters: bool) -> list[nn.Parameter | AdaptedModule]:
+        """Return the copied weights of a group: parameters, and modules whose adapters are merged or sliced."""
         unmerged = [layer for layer in group.adapted if self.weights.is_unmerged(layer, adapters)]
         merged = [layer for layer in group.adapted if self.weights.is_merged(layer, adapters)]
         factors = () if self.decoder_only else (param for layer in unmerged for param in layer.adapter_params())
@@ -176,9 +241,10 @@ class Snapshot:
     def _start_next(self, groups: Iterator[Group], phase: Phase, adapters: bool) -> "GroupRefresh | None":
         """Start the transfers of the next group that has a stale copy; None if there is none."""
         for group in groups:
-            params, adapted = split_by_kind(self.stale(self._copied(group, adapters)))
+            params, adapted = split_by_kind(self._stale_in(group, adapters))
             if not params and not adapted:
                 continue
+            self._will_overwrite(params)
             with phase("gather"), torch.no_grad():
                 partitioned = [param for param in params if is_partitioned(param)]
                 exchanges = self._exchange(partitioned)
@@ -200,7 +266,7 @@ class Snapshot:
 
     @torch.no_grad()
     def _keep(self, refresh: "GroupRefresh", phase: Phase, next_temporary: int) -> None:
-        """Wait for a group's transfers, keep what they brought, and merge its adapters.
+        """Wait for the group's all-gathers, copy the results into the snapshot, merge its adapters.
 
         next_temporary: bytes of buffers of the next group's transfers.
         """
@@ -214,6 +280,7 @@ class Snapshot:
         if adapted:
             with phase("merge"):
                 for layer in adapted:
+                    self._will_overwrite(self._overwritten(layer, adapters=True))
                     self.keep_adapters(layer)
                     self.stamps[layer] = self.weights.stamp(layer)
         sliced = sum(storage.nbytes for param, storage in fetch.storage.items() if not self._is_copied_whole(param))
@@ -229,7 +296,7 @@ class Snapshot:
         return exchanges_of(self._exchangeable(missing(params)))
 
     def _exchangeable(self, params: list[nn.Parameter]) -> dict[nn.Parameter, Layout]:
-        """Those partitioned parameters whose slices ranks can send each other, and their layouts."""
+        """Return the partitioned parameters whose slices ranks can send each other, and their layouts."""
         plain = [param for param in params if has_plain_shard(param)]
         layouts = {param: self._slice_layout(whole_shape(param), self.kept[param]) for param in plain}
         return {param: layout for param, layout in layouts.items() if layout is not None}
@@ -242,7 +309,7 @@ class Snapshot:
         return self.slice_layouts[key]
 
     def _slices(self, params: Iterable[nn.Parameter]) -> dict[nn.Parameter, list[torch.Tensor | None]]:
-        """The memory of the slices to keep of each parameter; None: another rank has all of it."""
+        """Return the memory of the slices to keep of each parameter; None: another rank has all of it."""
         return {param: [self._memory(param, part) for part in self.kept[param]] for param in params}
 
     def _memory(self, param: nn.Parameter, part: Slice) -> torch.Tensor | None:
@@ -252,14 +319,14 @@ class Snapshot:
             return None
         return self._buffer(param, part, blank.shape, blank.dtype, self.device)
 
-    def _fetch(self, params: list[nn.Parameter]) -> Fetch:
+    def _fetch(self, params: list[nn.Parameter]) -> AsyncAllGather:
         """Start gathering partitioned weights: into their copies, or into memory of their own if slices are kept.
 
         On the CPUs of one host that memory is shared by its ranks: each writes its shards there and reads its slices.
         What is sliced differs by rank, so it is then for all of `params`.
         """
         if not params or not self.slices or self.host is None:
-            return Fetch({param: self._target(param) for param in params})
+            return AsyncAllGather({param: self._target(param) for param in params})
         if self.staging is None:
             self.staging = self.host.empty(max(map(self._staged_bytes, self.weights.groups)), torch.uint8)
         else:
@@ -269,10 +336,10 @@ class Snapshot:
             nbytes = whole_bytes(param)
             storage[param] = self.staging[first : first + nbytes].view(param.ds_tensor.dtype)
             first += aligned(nbytes)
-        return Fetch(storage, self.host)
+        return AsyncAllGather(storage, self.host)
 
     def _staged_bytes(self, group: Group) -> int:
-        """Bytes of a group's partitioned weights in `staging`."""
+        """Return the bytes of a group's partitioned weights in `staging`."""
         factors = (param for layer in group.adapted for param in layer.adapter_params())
         return sum(aligned(whole_bytes(param)) for param in {*group.params, *factors} if is_partitioned(param))
 
@@ -291,25 +358,25 @@ class Snapshot:
         return len(slices) == 1 and slices[0].is_whole
 
     def _target(self, param: nn.Parameter) -> torch.Tensor:
-        """Memory [numel] to gather `param` into: its copy, or memory of its own if slices are kept."""
+        """Return the memory [numel] to gather `param` into: its copy, or memory of its own if slices are kept."""
         if not self._is_copied_whole(param):
             return storage_for(param)
         shape, dtype = whole_shape(param), param.ds_tensor.dtype
         return self._buffer(param, self.kept[param][0], shape, dtype, self.device).view(-1)
 
-    def _read(self, adapted: Iterable[Adapted]) -> list[nn.Parameter]:
-        """The parameters to gather for merging or slicing adapters: factors, and bases that are read whole."""
+    def _read(self, adapted: Iterable[AdaptedModule]) -> list[nn.Parameter]:
+        """Return the parameters to gather for merging or slicing adapters: factors, and bases that are read whole."""
         factors = [param for layer in adapted for param in layer.adapter_params()]
         bases = [param for layer in adapted if self._merges_into_gathered(layer) for param in layer.sources.values()]
         return list(dict.fromkeys([*factors, *bases]))
 
-    def _merges_into_copies(self, adapted: Adapted) -> bool:
+    def _merges_into_copies(self, adapted: AdaptedModule) -> bool:
         """Whether the merged weights of a module are kept whole: they are made from the copies of its base."""
         return not self.decoder_only and all(
             self._is_copied_whole((adapted, name)) for name in (*adapted.sources, "bias")
         )
 
-    def _merges_into_gathered(self, adapted: Adapted) -> bool:
+    def _merges_into_gathered(self, adapted: AdaptedModule) -> bool:
         """Whether a module's weights are merged whole, and then sliced."""
         return not self._merges_into_copies(adapted) and not (self.decoder_only and adapted.is_low_rank())
 
@@ -324,21 +391,23 @@ class Snapshot:
 
     def _leave_out(self, owner: Owner, part: Slice) -> None:
         """Record that another rank has all of a slice."""
+        owner = self._memory_owner(owner)
         if part.key not in self.parts.setdefault(owner, {}):
             self.parts[owner][part.key] = None
-            self.layout += 1
+            self.moves += 1
 
-    def keep_adapters(self, adapted: Adapted) -> None:
+    def keep_adapters(self, adapted: AdaptedModule) -> None:
         """Merge a module's active adapters into copies, or keep slices of their factors if they are unmerged. Expects
         the parameters gathered that this reads."""
         if self.weights.is_unmerged(adapted, adapters=True):
+            self.moves += 1
             kept = self.factors.setdefault(adapted, {})
             for part in self.kept.get((adapted, "weight"), ()):
                 kept[part.key] = [LowRank(a.clone(), b.clone(), scale) for a, b, scale in sliced_factors(adapted, part)]
             return
         changed = adapted.changed()
         for name in {*adapted.sources, "bias"} - changed.keys():  # merged from other adapters
-            self.layout += self.parts.pop((adapted, name), None) is not None
+            self.moves += self.parts.pop((adapted, name), None) is not None
         if self._merges_into_copies(adapted):
             like = next(iter(adapted.sources.values()))
             merged = {
@@ -358,10 +427,11 @@ class Snapshot:
     def _buffer(
         self, owner: Owner, part: Slice, shape: torch.Size, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """The memory of a slice, contiguous; allocated on first use."""
+        """Return the memory of a slice, contiguous; allocated on first use."""
+        owner = self._memory_owner(owner)
         merged, joined = isinstance(owner, tuple), part.ref in self.joined.sets
         if merged and joined:  # this part of the joined buffer now holds a merged weight, no fill
-            self.fills.pop(part.ref, None)
+            self.moves += self.fills.pop(part.ref, None) is not None
             self.stamps.pop(part.ref, None)
         parts = self.parts.setdefault(owner, {})
         if part.key not in parts:
@@ -372,28 +442,37 @@ class Snapshot:
             self._add(owner, part.key, data)
         return parts[part.key].data
 
+    def _memory_owner(self, owner: Owner) -> Owner:
+        """Return the owner of the memory that the slices of `owner` are in: of a merged weight it may be its base."""
+        base = owner[0].sources.get(owner[1]) if isinstance(owner, tuple) else None
+        return base if base in self.merged_over else owner
+
     def _add(self, owner: Owner, key: tuple, data: torch.Tensor) -> None:
         param = nn.Parameter(data, requires_grad=False)
         if not isinstance(owner, tuple):
             # A forward may check whether it must gather a weight that it reads directly (TRL 1.16: a fused head).
             param.ds_status = ZeroParamStatus.AVAILABLE
         self.parts.setdefault(owner, {})[key] = param
-        self.layout += 1
+        self.moves += 1
 
     # ------------------------------------------------------ joined buffers
 
     def _blank(self, ref: ParamRef) -> torch.Tensor:
-        """A meta tensor with the shape and dtype of what is kept at `ref`."""
+        """Return a meta tensor with the shape and dtype of what is kept at `ref`."""
         return self.blank(ref, self.sources[ref][1])
 
     def blank(self, ref: ParamRef, param: nn.Parameter) -> torch.Tensor | None:
-        """A meta tensor with the shape and dtype of what is kept of `param` at `ref`; None if another rank has it."""
+        """Return a meta tensor with the shape and dtype of what is kept of `param` at `ref`; None if another rank has
+        it."""
         blank = blank_part(self.slices.get(ref), param)
         return None if blank is None else torch.empty_like(blank, memory_format=torch.contiguous_format)
 
     def _is_merged_at(self, ref: ParamRef) -> bool:
-        adapted, _ = self.sources[ref]
-        return adapted is not None and self.weights.is_merged(adapted, True) and ref.parameter in adapted.changed()
+        """Whether, with adapters, there is a merged weight at `ref`, in memory of its own."""
+        adapted, param = self.sources[ref]
+        if adapted is None or param in self.merged_over:
+            return False
+        return self.weights.is_merged(adapted, True) and ref.parameter in adapted.changed()
 
     def keeps_joined(self, ref: ParamRef) -> bool:
         """Whether, with adapters, the weight at `ref` lies in a joined buffer."""
@@ -403,7 +482,7 @@ class Snapshot:
         return copied or any(map(self._is_merged_at, self.joined.sets[ref]))
 
     def _joined_to_merged(self) -> list[ParamRef]:
-        """The refs of weights that are not merged but joined with merged ones."""
+        """Return the refs of weights that are not merged but joined with merged ones."""
         refs_to_fill = []
         for refs in set(self.joined.sets.values()):
             unmerged = [ref for ref in refs if not self._is_merged_at(ref)]
@@ -418,10 +497,12 @@ class Snapshot:
             adapted, param = self.sources[ref]
             if self.stamps.get(ref) != self.weights.stamp(param):
                 buffer = self.joined.part(ref, True, self._blank, self.device)
+                self.moves += self.fills.get(ref) is not buffer
                 self.fills[ref] = buffer.copy_(self._part(param, ref))
                 self.stamps[ref] = self.weights.stamp(param)
                 self.stamps.pop(adapted, None)  # the merged weight that was here is overwritten
         for ref in self.fills.keys() - set(refs_to_fill):
+            self.moves += 1
             del self.fills[ref], self.stamps[ref]
         self.peak_bytes = max(self.peak_bytes, self.nbytes())
 
@@ -431,14 +512,20 @@ class Snapshot:
         """Differs if the tensors may have changed."""
         return self.weights.number()
 
+    def owned(self) -> set[int]:
+        """Return the ids of the tensors whose memory is the snapshot's: they move only when `moves` grows."""
+        parts = (part for parts in self.parts.values() for part in parts.values())
+        factors = (delta for kept in self.factors.values() for deltas in kept.values() for delta in deltas)
+        return set(map(id, (*parts, *self.fills.values(), *(each for delta in factors for each in delta[:2]))))
+
     def tensor(self, param: nn.Parameter) -> nn.Parameter | None:
-        """The tensor that replaces `param` in the model's modules: its copy or slice, or `param` itself without one;
-        None if another rank has all of it."""
+        """Return the tensor that replaces `param` in the model's modules: its copy or slice, or `param` itself without
+        one; None if another rank has all of it."""
         parts = self.parts.get(param)
         return next(iter(parts.values())) if parts else param
 
-    def weights_of(self, adapted: Adapted, adapters: bool) -> dict[str, nn.Parameter | None]:
-        """The tensors for `adapted.plain`, by parameter name; merged if its adapters are."""
+    def weights_of(self, adapted: AdaptedModule, adapters: bool) -> dict[str, nn.Parameter | None]:
+        """Return the tensors for `adapted.plain`, by parameter name; merged if its adapters are."""
         tensors = {name: self.tensor(param) for name, param in adapted.sources.items()}
         if self.weights.is_merged(adapted, adapters):
             merged = {name: self.parts.get((adapted, name)) for name in (*adapted.sources, "bias")}
@@ -446,10 +533,10 @@ class Snapshot:
         return tensors
 
     def weight_at(
-        self, ref: ParamRef, adapted: Adapted | None, param: nn.Parameter | None, adapters: bool
+        self, ref: ParamRef, adapted: AdaptedModule | None, param: nn.Parameter | None, adapters: bool
     ) -> torch.Tensor | None:
-        """The tensor that a decoder reads at `ref`: with a slice, that slice. None if another rank has all of it, or if
-        there is no parameter.
+        """Return the tensor that a decoder reads at `ref`: with a slice, that slice. None if another rank has all of
+        it, or if there is no parameter.
 
         adapted: the adapted module there, if any.  param: its base's parameter, or the model's own.
         """
@@ -461,14 +548,14 @@ class Snapshot:
         return None if param is None else self._part(param, ref)
 
     def _part(self, owner: Owner, ref: ParamRef) -> torch.Tensor | None:
-        """What is kept of `owner` at `ref`; the parameter itself if nothing is."""
+        """Return the kept part of `owner` at `ref`; the parameter itself if nothing is kept."""
         parts = self.parts.get(owner)
         if not parts:
             return owner  # type: ignore[return-value]  # merged weights have parts: this is a parameter
         return parts[self.slices[ref].key if ref in self.slices else WHOLE_KEY]
 
-    def lora_deltas(self, ref: ParamRef, adapted: Adapted, adapters: bool) -> list[LowRank]:
-        """The unmerged low-rank deltas to the weight at `ref` of `adapted`, with b's rows those of `ref`."""
+    def lora_deltas(self, ref: ParamRef, adapted: AdaptedModule, adapters: bool) -> list[LowRank]:
+        """Return the unmerged low-rank deltas to the weight at `ref` of `adapted`, with b's rows those of `ref`."""
         if not self.weights.is_unmerged(adapted, adapters):
             return []
         if self.decoder_only:
@@ -477,7 +564,7 @@ class Snapshot:
         return [delta._replace(b=selected_rows(ref, adapted, delta.b)) for delta in deltas]
 
     def unmerged_factors(self, adapters: bool) -> list[torch.Tensor]:
-        """The factors of all unmerged adapters."""
+        """Return the factors of all unmerged adapters."""
         unmerged = [layer for layer in self.adapted if self.weights.is_unmerged(layer, adapters)]
         if not self.decoder_only:
             return [self.tensor(param) for layer in unmerged for param in layer.adapter_params()]
@@ -485,8 +572,10 @@ class Snapshot:
         return [factor for delta in deltas for factor in (delta.a, delta.b)]
 
     def describe_adapters(self, module: nn.Module) -> str:
-        """How many adapted modules inside `module` run unmerged and merged, for the log; "" if the snapshot merges all
-        adapters or none is active."""
+        """Return how many adapted modules inside `module` run unmerged and merged, as a text.
+
+        "" if the snapshot merges all adapters, or if none is active.
+        """
         within = set(module.modules())
         here = [layer for layer in self.adapted if not within.isdisjoint((layer.wrapper, layer.plain))]
         active = [layer for layer in here if layer.state()]
@@ -499,14 +588,14 @@ class Snapshot:
     # -------------------------------------------------------------- memory
 
     def nbytes(self) -> int:
-        """Bytes that the copies hold, spare memory included."""
+        """Return the bytes that the copies hold, spare memory included."""
         parts = (part for parts in self.parts.values() for part in parts.values() if part is not None)
         factors = self.unmerged_factors(adapters=True) if self.decoder_only else ()
         spare = (storage for storages in self.spare.values() for storage in storages)
         return sum(tensor.nbytes for tensor in (*parts, *self.fills.values(), *factors, *spare))
 
     def planned(self) -> tuple[int, int]:
-        """Planned bytes: of the copies, and of the temporary memory needed while they are made."""
+        """Return planned bytes: of the copies, and of the temporary memory needed while they are made."""
         copied = [self._copied(group, adapters=True) for group in self.weights.groups]
         following = [self._staged_ahead(weights) for weights in copied[1:]] + [0]
         temporary = (need + ahead for need, ahead in zip(map(self._planned_temporary, copied), following, strict=False))
@@ -514,12 +603,12 @@ class Snapshot:
         fills = sum(self._blank(ref).nbytes for ref in self._joined_to_merged())
         return kept + fills, max(temporary, default=0)
 
-    def _staged_ahead(self, weights: list[nn.Parameter | Adapted]) -> int:
-        """Bytes of buffers of a group's transfers, which start while the group before is merged."""
+    def _staged_ahead(self, weights: list[nn.Parameter | AdaptedModule]) -> int:
+        """Return the bytes of buffers of a group's transfers, which start while the group before is merged."""
         params, _ = split_by_kind(weights)
         return 0 if self.slices else sum(staging_bytes(param) for param in params if is_partitioned(param))
 
-    def _planned_bytes(self, weight: nn.Parameter | Adapted) -> int:
+    def _planned_bytes(self, weight: nn.Parameter | AdaptedModule) -> int:
         if isinstance(weight, nn.Parameter):
             return sum(planned_part_bytes(part, weight) for part in self.kept[weight])
         if self.weights.is_unmerged(weight, True):
@@ -529,11 +618,11 @@ class Snapshot:
             planned_part_bytes(part, param)
             for name, param in weight.sources.items()
             for part in self.kept.get((weight, name), ())
-            if name != "bias"  # adapters rarely change it
+            if name != "bias" and param not in self.merged_over  # adapters rarely change a bias
         )
 
-    def _planned_temporary(self, weights: list[nn.Parameter | Adapted]) -> int:
-        """Temporary bytes while a group is gathered and merged.
+    def _planned_temporary(self, weights: list[nn.Parameter | AdaptedModule]) -> int:
+        """Return temporary bytes while a group is gathered and merged.
 
         On CPUs of the way that needs more: that ranks are on one host is known only after a collective.
         """
@@ -548,8 +637,8 @@ class Snapshot:
     def _gather_temporary(
         self, partitioned: list[nn.Parameter], exchanged: dict[nn.Parameter, Layout], merging: int
     ) -> int:
-        """Temporary bytes if `exchanged` are exchanged and the others gathered: what is sliced, and the larger of
-        buffers and `merging`."""
+        """Return temporary bytes if `exchanged` are exchanged and the others gathered: what is sliced, and the larger
+        of buffers and `merging`."""
         whole = [param for param in partitioned if param not in exchanged]
         sliced = sum(whole_bytes(param) for param in whole if not self._is_copied_whole(param))
         buffers = sum(map(staging_bytes, whole)) + sum(exchange_bytes(*each) for each in exchanged.items())
@@ -566,14 +655,26 @@ class Snapshot:
     def drop(self, params: Iterable[nn.Parameter]) -> None:
         """Drop whole copies; their memory is spare."""
         for param in params:
+            self.moves += 1
             storage = self.parts.pop(param)[WHOLE_KEY].data.view(-1)
             self.spare.setdefault(memory_kind(param), []).append(storage)
 
     def drop_merged(self) -> None:
-        """Free the merged weights; the next refresh merges again."""
+        """Free the merged weights, and what is joined with them; the next refresh merges again."""
         for owner in [owner for owner in self.parts if isinstance(owner, tuple)]:
             del self.parts[owner]
             self.stamps.pop(owner[0], None)
+        over = {param for param in self.merged_over if param not in self.stamps}  # does not hold the base
+        for refs in set(self.joined.sets.values()):
+            joined = {self.sources[ref][1] for ref in refs}
+            if not over.isdisjoint(joined):
+                over |= joined
+                self.joined.drop(refs)
+        for param in over:
+            self.parts.pop(param, None)
+            self.stamps.pop(param, None)
+            if param in self.merged_over:
+                self.stamps.pop(self.merged_over[param], None)
         for ref in self.fills:
             self.stamps.pop(ref, None)
         self.fills.clear()
@@ -589,21 +690,22 @@ class Snapshot:
 
     def _forget(self) -> None:
         self.fresh.clear()
-        self.lent.clear()
-        self.layout += 1
+        self.swapped.clear()
+        self.watches.clear()
+        self.moves += 1
 
 
-def split_by_kind(weights: Iterable[nn.Parameter | Adapted]) -> tuple[list[nn.Parameter], list[Adapted]]:
-    """The parameters among `weights`, and the adapted modules."""
+def split_by_kind(weights: Iterable[nn.Parameter | AdaptedModule]) -> tuple[list[nn.Parameter], list[AdaptedModule]]:
+    """Return the parameters among `weights`, and the adapted modules."""
     by_kind: tuple[list, list] = ([], [])
     for weight in weights:
-        by_kind[isinstance(weight, Adapted)].append(weight)
+        by_kind[isinstance(weight, AdaptedModule)].append(weight)
     return by_kind
 
 
-def slices_by_owner(slices: dict[ParamRef, Slice], adapted: Iterable[Adapted]) -> dict[Owner, list[Slice]]:
-    """The slices of each owner, each once. An adapted module owns its base parameter and its merged tensor, which have
-    the same slices."""
+def slices_by_owner(slices: dict[ParamRef, Slice], adapted: Iterable[AdaptedModule]) -> dict[Owner, list[Slice]]:
+    """Return the slices of each owner, each once. An adapted module owns its base parameter and its merged tensor,
+    which have the same slices."""
     wrapped = {layer.wrapper: layer for layer in adapted}
     by_key: dict[Owner, dict[tuple, Slice]] = {}
     for ref, part in slices.items():
@@ -621,15 +723,15 @@ def slices_by_owner(slices: dict[ParamRef, Slice], adapted: Iterable[Adapted]) -
 
 
 def joined_sources(
-    joined: Iterable[tuple[ParamRef, ...]], adapted: Iterable[Adapted]
-) -> dict[ParamRef, tuple[Adapted | None, nn.Parameter]]:
-    """The adapted module (or None) and the training parameter at each ParamRef of the sets that can be joined.
+    joined: Iterable[tuple[ParamRef, ...]], adapted: Iterable[AdaptedModule]
+) -> dict[ParamRef, tuple[AdaptedModule | None, nn.Parameter]]:
+    """Return the adapted module (or None) and the training parameter at each ParamRef of the sets that can be joined.
 
     A set can be joined if its parameters exist, are distinct, and agree in dtype and in all but the first dimension. A
     parameter that layers share belongs to the first layer's set.
     """
     wrapped = {layer.wrapper: layer for layer in adapted}
-    sources: dict[ParamRef, tuple[Adapted | None, nn.Parameter]] = {}
+    sources: dict[ParamRef, tuple[AdaptedModule | None, nn.Parameter]] = {}
     taken: set[nn.Parameter] = set()
     for refs in joined:
         modules = [wrapped.get(ref.module) for ref in refs]
@@ -645,26 +747,26 @@ def joined_sources(
     return sources
 
 
-def sliced_factors(adapted: Adapted, part: Slice) -> list[LowRank]:
-    """The factors of a module's low-rank deltas to a slice of its weight. Expects them gathered."""
+def sliced_factors(adapted: AdaptedModule, part: Slice) -> list[LowRank]:
+    """Return the factors of a module's low-rank deltas to a slice of its weight. Expects them gathered."""
     deltas = adapted.low_rank()
     return [part.of_factors(delta._replace(b=selected_rows(part.ref, adapted, delta.b))) for delta in deltas]
 
 
-def selected_rows(ref: ParamRef, adapted: Adapted, b: torch.Tensor) -> torch.Tensor:
-    """The rows of a factor b [out, r] that belong to `ref`."""
+def selected_rows(ref: ParamRef, adapted: AdaptedModule, b: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a factor b [out, r] that belong to `ref`."""
     rows = adapted.in_weight_layout(b)
     return rows if ref.select is None else ref.select(rows)
 
 
 def planned_part_bytes(part: Slice, param: nn.Parameter) -> int:
-    """Bytes of a slice of `param`."""
+    """Return the bytes of a slice of `param`."""
     kept = blank_part(part, param)
     return 0 if kept is None else kept.nbytes
 
 
 def blank_part(part: Slice | None, param: nn.Parameter) -> torch.Tensor | None:
-    """A meta tensor for a slice of `param`, or for all of it; None if another rank has all of the slice."""
+    """Return a meta tensor for a slice of `param`, or for all of it; None if another rank has all of the slice."""
     blank = torch.empty(whole_shape(param), dtype=param.dtype, device="meta")
     return blank if part is None else part.of(blank)
 
@@ -675,5 +777,5 @@ def aligned(nbytes: int) -> int:
 
 
 def memory_kind(param: nn.Parameter) -> tuple:
-    """A key that is equal for partitioned parameters that may use each other's memory."""
+    """Return a key that is equal for partitioned parameters that may use each other's memory."""
     return param.ds_numel, param.ds_tensor.ds_numel, param.ds_tensor.dtype

@@ -8,6 +8,7 @@ not counted.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,14 +17,21 @@ from torch import nn
 
 from hybrid.weights.gather import is_partitioned
 
+KIND, VERSION = attrgetter("shape", "dtype", "device"), attrgetter("_version")
+PARTITION_VERSION, PARTITION_WRITES = attrgetter("ds_tensor._version"), attrgetter("partition.writes")
 SAMPLED = 16  # elements per parameter: a copy, a moving average or a merge changes nearly all of them
 
 
 class WeightWatch:
-    """Detects whether a model's weights were written since the last check."""
+    """Detects whether parameters were written since the last check.
 
-    def __init__(self, model: nn.Module):
-        params = list(model.parameters())
+    Args:
+        keeps_views: keep views of the sampled elements from check to check, which is faster. They keep the parameters'
+            memory alive, so only whoever owns that memory may ask for it.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], keeps_views: bool = False):
+        params, self.keeps_views = list(params), keeps_views
         self.whole = [param for param in params if not is_partitioned(param)]
         partitioned = [param for param in params if is_partitioned(param)]
         self.uneven = [param for param in partitioned if has_empty_partitions(param)]
@@ -32,6 +40,8 @@ class WeightWatch:
                 param.partition = CountedPartition(param.partition)
         self.even = [param for param in partitioned if not isinstance(param.partition, CountedPartition)]
         self.unreported = False
+        self.where: tuple[list, list] | None = None  # shapes, dtypes and addresses of `whole`
+        self.views: list[list[torch.Tensor]] = []  # of the sampled elements
         self._note()
 
     def written(self) -> bool:
@@ -51,12 +61,12 @@ class WeightWatch:
             self._note()
 
     def _note(self) -> None:
-        self.marks = [
-            *((param._version, param.data_ptr(), param.numel()) for param in self.whole),
-            *(param.ds_tensor._version for param in self.even),
-            *(param.partition.writes for param in self.uneven),
-        ]
-        self.samples = sampled(self.whole)
+        where = list(map(KIND, self.whole)), list(map(torch.Tensor.data_ptr, self.whole))
+        views = self.views if self.keeps_views and where == self.where else sampled(self.whole)
+        self.where, self.views = where, views if self.keeps_views else []
+        versions = map(VERSION, self.whole), map(PARTITION_VERSION, self.even), map(PARTITION_WRITES, self.uneven)
+        self.marks = where, *map(list, versions)
+        self.samples = [torch.cat(elements).view(torch.uint8) for elements in views]
 
     def close(self) -> None:
         """Take the counters off the parameters."""
@@ -86,15 +96,16 @@ def has_empty_partitions(param: torch.Tensor) -> bool:
     return (ranks - 1) * param.ds_tensor.ds_numel >= param.ds_numel
 
 
-@torch.no_grad()
-def sampled(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """About SAMPLED elements of each parameter, as bytes: one uint8 tensor per dtype and device."""
+def sampled(params: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return about SAMPLED elements of each parameter: a list for each dtype and device. They are views of contiguous
+    parameters, and copies of others."""
     by_kind: dict[tuple, list[torch.Tensor]] = {}
-    for param in params:
+    # Detached: views of the parameters themselves could not be read once an optimizer has written with gradients on.
+    for param in map(torch.Tensor.detach, params):
         stride = max(param.numel() // SAMPLED, 1)
         if param.is_contiguous():
             elements = param.as_strided((min(param.numel(), SAMPLED),), (stride,))
         else:
             elements = param.flatten()[::stride]
         by_kind.setdefault((param.dtype, param.device), []).append(elements)
-    return [torch.cat(elements).view(torch.uint8) for elements in by_kind.values()]
+    return list(by_kind.values())

@@ -1,31 +1,21 @@
-"""Shared by PPO and GRPO in addition to rollouts: the policy with its reference, rewards, evaluation, the
-iterations.
-"""
+"""Shared by PPO, GRPO and agents in addition to rollouts: the policy with its reference, rewards, evaluation."""
 
-import json
 import math
 import statistics
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 import hybrid
-from rlhf_examples.common.arguments import RolloutArguments, RunArguments
-from rlhf_examples.common.best_model import BestModel
-from rlhf_examples.common.checkpoint import Checkpoints, Stateful
-from rlhf_examples.common.ema import MovingAverage
-from rlhf_examples.common.engines import FrozenModel, Training, export, load_frozen_model, make_policy_engine
-from rlhf_examples.common.files import AVERAGE, BEFORE, MODEL, write_atomically
-from rlhf_examples.common.forwards import frozen_logps
-from rlhf_examples.common.measures import Phases, TokenCount, TrainingFlops
-from rlhf_examples.common.models import load_policy, require_model
-from rlhf_examples.common.ranks import gather_objects, interleaved, is_main_process, rank_share, sums_over_ranks
+from rlhf_examples.common.arguments import RolloutArguments
+from rlhf_examples.common.controllers import AdaptiveEntropyController
+from rlhf_examples.common.engines import FrozenModel, Training, load_policy_and_reference
+from rlhf_examples.common.measures import Phases, flops_metrics
+from rlhf_examples.common.models import require_model
+from rlhf_examples.common.ranks import gather_objects, interleaved, rank_share, sums_over_ranks
 from rlhf_examples.common.rollouts import (
     Row,
     decode_completions,
@@ -34,183 +24,130 @@ from rlhf_examples.common.rollouts import (
     roll_out,
     sampling,
     sampling_seed,
+    training_logps,
 )
-from rlhf_examples.common.run_log import RunLog, Transcript, read_metrics
+from rlhf_examples.common.run import Evaluated, Evaluator, Trained
+from rlhf_examples.common.run_log import RunLog, Transcript
 from rlhf_examples.common.scorers import Rewards
 from rlhf_examples.common.trackers import Metrics
 
 
 @dataclass
-class Actor:
+class Actor(Trained):
     """The policy, its reference and its moving average.
 
     reference: None if the policy without its adapter is the reference, or if none is needed.
-    flops: floating-point operations of training the policy.
+    entropy_controller: adapts the weight of the entropy bonus; None: it is `entropy_coef`.
     """
 
-    policy: hybrid.HybridEngine
-    reference: FrozenModel | None
-    average: MovingAverage | None
     args: RolloutArguments
-    flops: TrainingFlops
-    tokens: TokenCount = field(default_factory=TokenCount)
+    reference: FrozenModel | None = None
+    needs_reference: bool = True
+    entropy_controller: AdaptiveEntropyController | None = None
 
     @classmethod
-    def load(cls, args: RolloutArguments, total_steps: int, needs_reference: bool) -> "Actor":
-        """Load everything from `args.actor_model_name_or_path`.  total_steps: optimizer steps of the run."""
+    def load(
+        cls, args: RolloutArguments, total_steps: int, needs_reference: bool, kind: Any = AutoModelForCausalLM
+    ) -> "Actor":
+        """Load everything from `args.actor_model_name_or_path`.  total_steps: optimizer steps of the run.  kind: as in
+        `load_policy`.
+        """
         name = args.actor_model_name_or_path
         require_model("actor_model_name_or_path", name)
         training = Training.from_args(args, "actor_", args.per_device_training_batch_size, total_steps)
-        load, reference = partial(load_policy, attn_implementation=args.attn_implementation), None
-        if needs_reference and not args.actor_lora_dim:
-            reference = load_frozen_model(load, name, args.dtype, args.offload_reference_model)
-        loading = training.lora, training.gradient_checkpointing
-        model = load(name, training.config(args), *loading, disable_dropout=args.disable_dropout)
-        policy = make_policy_engine(model, args, training, **rollout_config(args))
-        average = MovingAverage(policy, args.ema_beta) if args.enable_ema else None
-        return cls(policy, reference, average, args, TrainingFlops.of(policy.module))
+        blocks = rollout_config(args)
+        engine, reference = load_policy_and_reference(name, args, training, needs_reference, kind, **blocks)
+        return cls.of(engine, args, reference=reference, needs_reference=needs_reference)
+
+    @property
+    def policy(self) -> hybrid.HybridEngine:
+        """The engine that trains the policy."""
+        return self.engine
 
     def reference_logps(self, batch: hybrid.RolloutBatch) -> torch.Tensor:
         """The reference's logprobs of completions at the sampling temperature, float32 [rows, completion]."""
-        temperature, width = self.args.temperature, batch.completion_mask.shape[1]
+        given: dict[str, Any] = {"temperature": self.args.temperature, "model_inputs": batch.model_inputs}
         if self.reference is None:
-            scores = self.policy.score(batch.sequences, batch.attention_mask, adapters=False, temperature=temperature)
-            return scores.per_token_logps[:, -width:]
-        rows = forward_batch_size(self.args, batch.sequences.shape[1])
-        return frozen_logps(self.reference, batch.sequences, batch.attention_mask, width, temperature, rows)
+            scores = self.policy.score(batch.sequences, batch.attention_mask, adapters=False, **given)
+        else:
+            given["rows_per_forward"] = forward_batch_size(self.args, batch.sequences.shape[1])
+            scores = self.reference.score(batch.sequences, batch.attention_mask, **given)
+        return scores.per_token_logps[:, -batch.completion_mask.shape[1] :]
 
     def old_logps(self, batch: hybrid.RolloutBatch) -> torch.Tensor:
         """The policy's logprobs of completions by `logprob_mode`: recomputed in eval mode, or as sampled.
         float32 [rows, completion]
+
+        Also as sampled if training computes the same values, by the exact forward: every ratio is then 1.
         """
-        if self.args.logprob_mode == "sampling":
+        if self.args.logprob_mode == "sampling" or self.trains_as_sampled(batch):
             return batch.old_per_token_logps
-        scores = self.policy.score(batch.sequences, batch.attention_mask, temperature=self.args.temperature)
+        given: dict[str, Any] = {"temperature": self.args.temperature, "model_inputs": batch.model_inputs}
+        scores = self.policy.score(batch.sequences, batch.attention_mask, **given)
         return scores.per_token_logps[:, -batch.completion_mask.shape[1] :]
 
-    def checkpoint_parts(self) -> dict[str, Stateful | None]:
-        """What checkpoints save in addition to the policy."""
-        return {"average": self.average, "tokens": self.tokens}
+    def trains_as_sampled(self, batch: hybrid.RolloutBatch) -> bool:
+        """Whether the training forward returns a rollout's own logprobs, to the bit: by the exact forward, for tokens
+        that the present weights sampled, not an int8 copy of them. Equal on all ranks.
+        """
+        args = self.args
+        if args.training_forward != "exact" or args.rollout_weight_dtype == "int8" or self.policy.device.type != "cpu":
+            return False
+        versions = batch.weight_versions
+        stale = versions is not None and (versions < batch.weight_version)[batch.completion_mask.bool()].any()
+        return not sums_over_ranks({"stale": int(stale)})["stale"]
 
-    def update_average(self) -> None:
-        """Update the moving average; call it after every optimizer step."""
-        if self.average is not None:
-            self.average.update()
+    def window_logps(
+        self, batch: hybrid.RolloutBatch, phases: Phases
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Logprobs that are computed in the window of the rollout: the old ones (None with
+        `importance_sampling_correction`) and the reference's (None without one), float32 [rows, completion].
+        """
+        corrected = self.args.importance_sampling_correction and not self.trains_as_sampled(batch)
+        old_logps = None if corrected else self.old_logps(batch)
+        phases.end("old_logps")
+        ref_logps = self.reference_logps(batch) if self.needs_reference else None
+        phases.end("ref_logps")
+        return old_logps, ref_logps
 
-    def export(self, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-        """Write the policy as `model`, and its average as `model_ema`. Every rank takes part."""
-        export_trained(self.policy, self.average, tokenizer, directory, self.args.lora_export == "merged")
+    def training_logps(
+        self, batch: hybrid.RolloutBatch, old_logps: torch.Tensor | None, ref_logps: torch.Tensor | None, phases: Phases
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The result of `window_logps`, with the training forward's logprobs where the old ones are None: `score` would
+        return the sampler's own. Call it after the window.
+        """
+        if old_logps is None:
+            old_logps = training_logps(self.policy, batch, self.args)
+            phases.end("old_logps")
+        return old_logps, ref_logps
+
+    def iteration_metrics(self, batch: hybrid.RolloutBatch, phases: Phases, flops: float) -> Metrics:
+        """The learning rate, tokens learned from, seconds of the phases on this rank, tokens per second of all ranks,
+        the peak memory in bytes, and operations per second.
+
+        batch: this rank's rollout.  phases: the timer of the whole iteration. gather_s to wait_s are parts of the
+            rollout; score_s is all between the rollout and training.  flops: of training, on all ranks.
+        """
+        names = "gather_s", "merge_s", "prefill_s", "decode_s", "wait_s"  # rows of sessions have none
+        spent = {f"time/{name}": batch.timings[name] for name in names if name in batch.timings}
+        tokens = sums_over_ranks({"tokens": batch.completion_mask.sum()})["tokens"]
+        return {
+            "lr": self.policy.get_lr()[0],
+            **self.tokens.add(batch.attention_mask.sum()),
+            **spent,
+            **phases.metrics(),
+            "time/score_s": sum(s for name, s in phases.seconds.items() if name not in ("rollout", "train")),
+            "time/iteration_s": phases.last - phases.start,
+            "time/tokens_per_s": tokens / phases.seconds["rollout"],
+            "memory/peak_bytes": self.policy.stats()["peak_bytes"],
+            **flops_metrics(flops, phases.seconds["train"], self.args.peak_tflops),
+        }
 
     def destroy(self) -> None:
         """Destroy the engines."""
         for engine in (self.policy, self.reference):
             if engine is not None:
                 engine.destroy()
-
-
-def train_iterations(
-    iterate: Callable[[int], Metrics],
-    actor: Actor,
-    evaluation: "Evaluation",
-    checkpoints: Checkpoints,
-    best: BestModel,
-    log: RunLog,
-    done: int,
-    args: RolloutArguments,
-) -> tuple[Metrics, int]:
-    """Run the remaining iterations, with the evaluations, log lines and checkpoints that are due.
-
-    Returns the last iteration's metrics, and the iteration whose policy is left in the engine: the best one with
-    `load_best_model_at_end`.
-    iterate: trains one iteration, by its number from 1, and returns its metrics.
-    """
-    metrics = last_logged_metrics(Path(args.output_dir)) if done == args.num_iterations or best.ends_training else {}
-    between_iterations, last = Phases(), done
-    for iteration in range(done + 1, args.num_iterations + 1):
-        if best.ends_training:
-            log.note(best.reason)
-            break
-        with log.engine_output():
-            actor.policy.eval()  # prints DeepSpeed's line about the previous iteration
-        metrics, last, is_best = iterate(iteration), iteration, False
-        is_last = bool(best.metric) and iteration == args.num_iterations  # the last model may be the best
-        if args.eval_every and (iteration % args.eval_every == 0 or is_last):
-            with between_iterations.timed("eval"):
-                eval_metrics = evaluation.evaluate_and_log(log, iteration)
-            is_best = best.update(eval_metrics, iteration)
-            metrics |= eval_metrics
-        log.add(iteration, metrics | between_iterations.metrics())
-        between_iterations = Phases()  # a checkpoint's time is logged with the next iteration
-        if is_best or (args.save_every and iteration % args.save_every == 0):
-            with between_iterations.timed("save"):
-                checkpoints.save(iteration, best.iteration)
-    if args.load_best_model_at_end and best.iteration:
-        checkpoints.load(best.iteration)
-        last = best.iteration
-    return metrics, last
-
-
-def export_trained(
-    engine: hybrid.HybridEngine,
-    average: MovingAverage | None,
-    tokenizer: PreTrainedTokenizerBase,
-    directory: Path,
-    merged: bool,
-) -> None:
-    """Write a trained model as `model` in `directory`, and its average, if there is one, as `model_ema`."""
-    export(engine, tokenizer, directory / MODEL, merged)
-    if average is not None:
-        export(engine, tokenizer, directory / AVERAGE, merged, average)
-
-
-def baseline_evaluation(directory: Path, resumed: bool, evaluate: Callable[[], dict]) -> dict:
-    """The result of `evaluate` before the first update, saved in `directory`; a resumed run reads it there."""
-    path = directory / BEFORE
-    if resumed and path.is_file():
-        return json.loads(path.read_text())
-    result = evaluate()
-    if is_main_process():
-        directory.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(result))
-    return result
-
-
-def last_logged_metrics(directory: Path) -> Metrics:
-    """The metrics of the last iteration that a run has logged; empty without a log."""
-    rows = read_metrics(directory)
-    return rows[-1] if rows else {}
-
-
-def start_log(args: RunArguments, description: str, bar_metrics: dict[str, str], total: int, done: int) -> RunLog:
-    """The log of a run in its output_dir.  done: iterations that a resumed run has already done."""
-    return RunLog(
-        Path(args.output_dir),
-        total=total,
-        start=done,
-        description=description,
-        bar_metrics=bar_metrics,
-        print_every=args.print_every,
-        report_to=args.report_to,
-        settings=asdict(args),
-    )
-
-
-def time_metrics(policy: hybrid.HybridEngine, batch: hybrid.RolloutBatch, phases: Phases) -> Metrics:
-    """Seconds of an iteration's phases on this rank, tokens per second of all ranks, and the peak memory in bytes.
-
-    phases: the timer of the whole iteration. gather_s to wait_s are parts of the rollout; score_s is all between the
-        rollout and training.
-    """
-    spent = {f"time/{name}": batch.timings[name] for name in ("gather_s", "merge_s", "prefill_s", "decode_s", "wait_s")}
-    tokens, stats = sums_over_ranks({"tokens": batch.completion_mask.sum()})["tokens"], policy.stats()
-    return {
-        **spent,
-        **phases.metrics(),
-        "time/score_s": sum(s for name, s in phases.seconds.items() if name not in ("rollout", "train")),
-        "time/iteration_s": phases.last - phases.start,
-        "time/tokens_per_s": tokens / phases.seconds["rollout"],
-        "memory/peak_bytes": stats["peak_bytes"],
-    }
 
 
 def rollout_config(args: RolloutArguments) -> dict[str, dict]:
@@ -238,7 +175,7 @@ def load_rewards(names: list[str], weights: list[float], args: RolloutArguments,
 
 
 @dataclass
-class Evaluation:
+class Evaluation(Evaluator):
     """Evaluates a policy on held-out prompts: always the same prompts and sampling keys, whatever the number of ranks.
 
     num_generations: completions of a prompt, in adjacent rows.  greedy: the most probable tokens instead of samples.
@@ -261,17 +198,19 @@ class Evaluation:
         policy: hybrid.HybridEngine,
         tokenizer: PreTrainedTokenizerBase,
         prompts: list[Row],
-        rewards: Rewards,
+        rewards: list[Rewards],
         args: RolloutArguments,
+        **fields: Any,
     ) -> "Evaluation":
-        """An evaluation by the training rewards, and by `eval_reward`, which training does not use."""
-        all_rewards = [rewards]
+        """An evaluation by the training rewards, and by `eval_reward`, which training does not use.  fields: of a
+        subclass.
+        """
         if args.eval_reward:
-            all_rewards.append(load_rewards(args.eval_reward, [], args, args.offload_reference_model))
+            rewards = [*rewards, load_rewards(args.eval_reward, [], args, args.offload_reference_model)]
         options = args.eval_num_generations, args.eval_greedy, tuple(args.pass_at_k), args.pass_score
-        return cls(policy, tokenizer, prompts, all_rewards, args, *options)
+        return cls(policy, tokenizer, prompts, rewards, args, *options, **fields)
 
-    def __call__(self, draw: int = 0) -> tuple[Metrics, list[Transcript], dict[str, list[float]]]:
+    def __call__(self, draw: int = 0) -> Evaluated:
         """Returns metrics (each scorer's mean and standard error over the completions that it could score, pass@k
         shares), completions of all prompts, and their scores by scorer, the training reward first. All are empty
         without prompts.
@@ -283,10 +222,10 @@ class Evaluation:
             return {}, [], {}
         count, n = len(self.prompts), self.num_generations
         padding = self.prompts[:1] * (-count % dist.get_world_size())  # equally many prompts on each rank
-        own = rank_share([*self.prompts, *padding])
+        local = rank_share([*self.prompts, *padding])
         params = sampling(self.args, sampling_seed(self.args.seed, draw))
-        completions, own_scores = self.scored(own, replace(params, temperature=0.0) if self.greedy else params)
-        columns: dict[str, list] = {"": completions, **own_scores}
+        completions, local_scores = self.scored(local, replace(params, temperature=0.0) if self.greedy else params)
+        columns: dict[str, list] = {"": completions, **local_scores}
         from_ranks = gather_objects({name: in_groups(column, n) for name, column in columns.items()})
         groups = {name: interleaved(of_rank[name] for of_rank in from_ranks)[:count] for name in columns}
         texts = [text for group in groups.pop("") for text in group]
@@ -300,53 +239,42 @@ class Evaluation:
             metrics |= {f"eval_{name}/pass@{k}": rate for k, rate in rates.items()}
         return metrics, texts, scores
 
-    def scored(self, own: list[Row], params: hybrid.SamplingParams) -> tuple[list[Transcript], dict[str, list[float]]]:
+    def scored(
+        self, local: list[Row], params: hybrid.SamplingParams
+    ) -> tuple[list[Transcript], dict[str, list[float]]]:
         """Completions of this rank's prompts, and their scores by scorer."""
         with self.policy.inference():
-            row_ids = rank_row_ids(len(own))
-            batch = roll_out(self.policy, self.tokenizer, own, row_ids, params, self.num_generations)
+            row_ids = rank_row_ids(len(local))
+            batch = roll_out(self.policy, self.tokenizer, local, row_ids, params, self.num_generations)
         completions = decode_completions(self.tokenizer, batch)
-        prompts = [row for row in own for _ in range(self.num_generations)]
+        prompts = [row for row in local for _ in range(self.num_generations)]
+        return [*completions], self.scores(batch, prompts, completions)
+
+    def scores(self, batch: hybrid.RolloutBatch, prompts: list[Row], completions: list[str]) -> dict[str, list[float]]:
+        """The scores of completions by scorer.  prompts: one for each completion."""
         columns: dict[str, list[float]] = {}
         for rewards in self.rewards:
             by_name = rewards.scores_by_name(batch, prompts, completions)
             columns |= {
                 f"eval_{name}" if name in columns else name: values.tolist() for name, values in by_name.items()
             }
-        return [*completions], columns
+        return columns
 
-    def before_training(self, directory: Path, resumed: bool) -> dict:
-        """The evaluation before the first update; a resumed run reads the saved one."""
-        return baseline_evaluation(
-            directory, resumed, lambda: dict(zip(("metrics", "texts", "scores"), self(), strict=True))
-        )
-
-    def evaluate_and_log(self, log: RunLog, iteration: int, result: dict | None = None) -> Metrics:
-        """Evaluate, and log every completion.  result: the result of `before_training`, which is logged instead."""
-        metrics, texts, scores = self() if result is None else result.values()
-        self._log(log, iteration, texts, scores, self.args.num_samples)
-        return metrics
-
-    def _log(
-        self, log: RunLog, iteration: int, texts: list[Transcript], scores: dict[str, list[float]], shown: int
-    ) -> None:
+    def log(self, log: RunLog, iteration: int, evaluated: Evaluated, final: bool) -> None:
+        """Log every completion, and print some unless `show` will."""
+        _, texts, scores = evaluated
         if texts:
             prompts = [row["prompt"] for row in self.prompts for _ in range(self.num_generations)]
-            log.add_completions(iteration, {"prompt": prompts, "completion": texts, **scores}, shown)
+            columns = {"prompt": prompts, "completion": texts, **scores}
+            log.add_completions(iteration, columns, 0 if final else self.args.num_samples)
 
-    def after_training(self, log: RunLog, before: dict, iteration: int) -> Metrics:
-        """Evaluate after the last iteration, and show samples before and after training. Returns the metrics, those
-        before training with the prefix `before_`.
-        """
-        metrics, texts, scores = self()
-        self._log(log, iteration, texts, scores, shown=0)
-        shown = slice(0, self.args.num_samples)
-        prompts = [row["prompt"] for row in self.prompts]
-        if prompts[shown]:
-            first_scores = (next(iter(by_name.values())) for by_name in (before["scores"], scores))
-            columns = before["texts"], texts, *first_scores
-            log.show_samples(prompts[shown], *(column[:: self.num_generations][shown] for column in columns))
-        return {**{f"before_{name}": value for name, value in before["metrics"].items()}, **metrics}
+    def show(self, log: RunLog, before: Evaluated, after: Evaluated) -> None:
+        """Print and save the first `num_samples` prompts' completions before and after training."""
+        prompts = [row["prompt"] for row in self.prompts][: self.args.num_samples]
+        first_scores = (next(iter(scores.values()), []) for _, _, scores in (before, after))
+        columns: list[list] = [before[1], after[1], *first_scores]
+        if prompts:
+            log.show_samples(prompts, *(column[:: self.num_generations][: len(prompts)] for column in columns))
 
 
 def in_groups(items: list, size: int) -> list[list]:

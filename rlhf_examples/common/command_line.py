@@ -1,58 +1,53 @@
-"""Runs a script from its command line to its end; invalid input ends it with a one-line error and status 2."""
+"""Runs a script from its command line to its end."""
 
-import logging
+import importlib
 import os
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from rlhf_examples.common.arguments import Arguments, parse_arguments
-from rlhf_examples.common.ranks import end_ranks, is_main_process, preparing, start_ranks
-
-USAGE_ERROR = 2  # exit status, as argparse's
-WAIT_S = 30.0  # time for rank 0 to report the error too, after which the launcher ends the other ranks
+from rlhf_examples.common.input_errors import input_errors_reported
+from rlhf_examples.common.parsing import Arguments, parse_arguments
+from rlhf_examples.common.run_lock import lock_directory
 
 
-def run_command(kind: type[Arguments], run: Callable[[Arguments], Any], show: Callable | None = None) -> None:
-    """Call `run` with the arguments of the command line, on the launcher's ranks.
+def command(
+    script: str, kind: type[Arguments], parse: Callable[[type[Arguments]], Arguments] = parse_arguments
+) -> Callable[[], None]:
+    """A script's `main()`: `run_command` with these arguments."""
+    return partial(run_command, script, kind, parse)
 
-    show: called on rank 0 with the arguments and the result of `run`.
+
+def run_command(
+    script: str, kind: type[Arguments], parse: Callable[[type[Arguments]], Arguments] = parse_arguments
+) -> None:
+    """Read the command line, import the script, and run it on the launcher's ranks. Invalid input ends the process with
+    a one-line error and status 2.
+
+    script: the module that has `run(args)`; if it has `report(args, result)`, rank 0 calls that at the end. It is
+        imported after the command line has been read, because torch, transformers and DeepSpeed take seconds.
     """
     with input_errors_reported():
-        args = parse_arguments(kind)
-        start_ranks()
-        result = run(args)
-    if show is not None and is_main_process():
-        show(args, result)
-    end_ranks()
+        args = checked_arguments(kind, parse)
+        module = importlib.import_module(script)
+        ranks: Any = importlib.import_module("rlhf_examples.common.ranks")
+        ranks.start_ranks()
+        result = module.run(args)
+    if hasattr(module, "report") and ranks.is_main_process():
+        module.report(args, result)
+    ranks.end_ranks()
 
 
-@contextmanager
-def input_errors_reported() -> Iterator[None]:
-    """Inside the block, until the first engine is built, a ValueError or OSError ends the process with status 2 and one
-    line from rank 0 instead of a traceback. If the logging level of `rlhf_examples` is DEBUG, the traceback is
-    printed too.
+def checked_arguments(
+    kind: type[Arguments], parse: Callable[[type[Arguments]], Arguments] = parse_arguments
+) -> Arguments:
+    """The arguments of the command line, with inputs that are there and output directories that are this run's alone.
 
-    If only another rank fails, so that no launcher ends it because of rank 0, that rank prints the line itself.
+    Raises ValueError if that is not so. It imports nothing heavy.
     """
-    with preparing() as preparation:
-        try:
-            yield
-        except (ValueError, OSError) as error:
-            if preparation.is_over:
-                raise
-            logging.getLogger("rlhf_examples").debug("the error", exc_info=True)
-            rank = int(os.environ.get("RANK", "0"))
-            if rank:
-                time.sleep(WAIT_S)
-            print(f"error{f' on rank {rank}' * bool(rank)}: {one_line(error)}", file=sys.stderr, flush=True)
-            # No clean-up: it could block on other ranks that wait for this one.
-            sys.stdout.flush()
-            os._exit(USAGE_ERROR)
-
-
-def one_line(error: Exception) -> str:
-    """An error's message without line breaks."""
-    return " ".join(str(error).split()) or type(error).__name__
+    args = parse(kind)
+    args.require_inputs()
+    if os.environ.get("RANK", "0") == "0":
+        for directory in args.output_directories():
+            lock_directory(directory)
+    return args

@@ -51,8 +51,8 @@ class MovingAverage:
             if name in self.parts:
                 parts, part = [state[name] for state in states if name in state], self.parts[name]
                 whole = torch.cat(parts)[: getattr(parameter, "ds_numel", parameter.numel())]  # without padding
-                own = whole[partition_start(parameter) :][: len(part)]
-                part.zero_()[: len(own)] = own
+                values = whole[partition_start(parameter) :][: len(part)]
+                part.zero_()[: len(values)] = values
 
 
 def partition_start(parameter: torch.nn.Parameter) -> int:

@@ -12,16 +12,18 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 import hybrid
-from rlhf_examples.common.arguments import GRPOArguments
+from rlhf_examples.common.arguments import DistillArguments, GRPOArguments
 from rlhf_examples.common.measures import Phases
 from rlhf_examples.common.overlapped_rewards import OverlappedRewards
 from rlhf_examples.common.ranks import rank_share
+from rlhf_examples.common.rollout_log import log_rollout, numbered
 from rlhf_examples.common.rollouts import (
     Row,
     gather_rows,
     roll_out,
     sampling,
     sampling_seed,
+    with_turn_end,
 )
 from rlhf_examples.common.scorers import Rewards
 from rlhf_examples.common.trackers import Metrics
@@ -64,7 +66,7 @@ def next_groups(
     prompts: list[Row],
     first_prompt: int,
     iteration: int,
-    args: GRPOArguments,
+    args: GRPOArguments | DistillArguments,
     rewards: Rewards | None = None,
 ) -> Groups:
     """This rank's completions of its share of all ranks' `prompts`, not yet scored.
@@ -74,15 +76,17 @@ def next_groups(
     Every rank gets equally many rows; if the prompts do not divide evenly, the first prompt is repeated at the end.
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
-    own = rank_share([*prompts, *prompts[:1] * (-len(prompts) % world_size)])
-    row_ids = first_prompt + rank + world_size * torch.arange(len(own))
-    params = sampling(args, sampling_seed(args.seed, iteration))
-    each = [row for row in own for _ in range(args.num_generations)]
+    local = rank_share([*prompts, *prompts[:1] * (-len(prompts) % world_size)])
+    row_ids = first_prompt + rank + world_size * torch.arange(len(local))
+    params = with_turn_end(sampling(args, sampling_seed(args.seed, iteration)), tokenizer)
+    each = [row for row in local for _ in range(args.num_generations)]
     overlapped = None
     if rewards is not None:
         overlapped = OverlappedRewards(rewards, tokenizer, each, args.num_generations, args.overlap_rewards)
     on_rows = None if overlapped is None else overlapped.on_rows
-    batch = roll_out(policy, tokenizer, own, row_ids, params, args.num_generations, on_rows)
+    batch = roll_out(policy, tokenizer, local, row_ids, params, args.num_generations, on_rows)
+    numbers = numbered(row_ids[row_ids < first_prompt + len(prompts)], args.num_generations)  # without the repeated one
+    log_rollout(batch.first_rows(len(numbers)), numbers, params, iteration, args)
     return Groups(each, batch, {}, overlapped)
 
 
@@ -109,14 +113,14 @@ def dynamic_sampling_groups(
     missing = num_prompts
     while kept is None or (missing > 0 and rounds < args.max_num_gen_batches):
         next_prompts = prompts.next(missing)
-        own = next_groups(policy, tokenizer, next_prompts, num_sampled, iteration, args, rewards)
+        local = next_groups(policy, tokenizer, next_prompts, num_sampled, iteration, args, rewards)
         phases.end("rollout")
-        timings.update(own.batch.timings)
-        assert own.overlapped is not None, "groups are scored as they are sampled"
-        scores = own.overlapped.scores_by_name(own.batch)
-        times.update(own.overlapped.metrics())
+        timings.update(local.batch.timings)
+        assert local.overlapped is not None, "groups are scored as they are sampled"
+        scores = local.overlapped.scores_by_name(local.batch)
+        times.update(local.overlapped.metrics())
         phases.end("rewards")
-        groups = gather_groups(replace(own, scores=scores), next_prompts, num_generations)
+        groups = gather_groups(replace(local, scores=scores), next_prompts, num_generations)
         learned_scores = groups.scores[rewards.name]
         differ = rewards_differ(learned_scores, num_generations).repeat_interleave(num_generations)
         newly_kept, dropped = groups.take(differ), groups.take(~differ)
@@ -125,9 +129,9 @@ def dynamic_sampling_groups(
         rounds, num_sampled = rounds + 1, num_sampled + len(next_prompts)
         score_sum += learned_scores.nansum().item()
         num_scored += int((~learned_scores.isnan()).sum())
-    own = groups_of_rank(kept.concatenate(dropped, tokenizer.pad_token_id) if missing else kept, num_generations)
-    rewards.last_scores = own.scores  # so that `Rewards.metrics` covers the kept groups
-    return replace(own, batch=replace(own.batch, timings=dict(timings))), {
+    local = groups_of_rank(kept.concatenate(dropped, tokenizer.pad_token_id) if missing else kept, num_generations)
+    rewards.last_scores = local.scores  # so that `Rewards.metrics` covers the kept groups
+    return replace(local, batch=replace(local.batch, timings=dict(timings))), {
         "dynamic_sampling/num_gen_batches": rounds,
         "dynamic_sampling/groups_sampled": num_sampled,
         "dynamic_sampling/groups_dropped": num_sampled - num_prompts,
@@ -147,20 +151,22 @@ def rewards_differ(rewards: Tensor, num_generations: int) -> Tensor:
     return lowest < highest
 
 
-def gather_groups(own: Groups, prompts: list[Row], num_generations: int) -> Groups:
+def gather_groups(local: Groups, prompts: list[Row], num_generations: int) -> Groups:
     """The groups of every rank, in the order of their prompts, without the repeated prompts at the end.  prompts: of
     all ranks.
     """
     rows = len(prompts) * num_generations
-    ended = torch.tensor([reason == "stop" for reason in own.batch.finish_reason], device=own.batch.prompt_ids.device)
-    own_tensors = own.batch.tensors().items()
-    tensors: dict[str, Any] = {name: gather_rows(value, num_generations)[:rows] for name, value in own_tensors}
+    ended = torch.tensor(
+        [reason == "stop" for reason in local.batch.finish_reason], device=local.batch.prompt_ids.device
+    )
+    local_tensors = local.batch.tensors().items()
+    tensors: dict[str, Any] = {name: gather_rows(value, num_generations)[:rows] for name, value in local_tensors}
     reasons = [
         "stop" if stopped else "length" for stopped in gather_rows(ended.byte(), num_generations)[:rows].tolist()
     ]
-    scores = {name: gather_rows(values, num_generations)[:rows] for name, values in own.scores.items()}
+    scores = {name: gather_rows(values, num_generations)[:rows] for name, values in local.scores.items()}
     of_each = [row for row in prompts for _ in range(num_generations)]
-    return Groups(of_each, replace(own.batch, finish_reason=reasons, **tensors, **NO_TURNS), scores)
+    return Groups(of_each, replace(local.batch, finish_reason=reasons, **tensors, **NO_TURNS), scores)
 
 
 def groups_of_rank(groups: Groups, num_generations: int) -> Groups:

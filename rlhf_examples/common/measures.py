@@ -48,9 +48,9 @@ class TokenCount:
 
     total: int = 0
 
-    def add(self, own: int | Tensor) -> Metrics:
+    def add(self, tokens: int | Tensor) -> Metrics:
         """Count this rank's tokens; returns the run's total under TRL's name. Every rank takes part."""
-        self.total += int(sums_over_ranks({"tokens": own})["tokens"])
+        self.total += int(sums_over_ranks({"tokens": tokens})["tokens"])
         return {"num_tokens": self.total}
 
     def state_dict(self) -> dict[str, int]:

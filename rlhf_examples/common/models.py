@@ -11,6 +11,7 @@ import torch
 from deepspeed import zero
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError
+from tokenizers.processors import TemplateProcessing
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -28,7 +29,7 @@ from transformers.modeling_outputs import TokenClassifierOutput
 from transformers.utils import find_adapter_config_file
 
 import hybrid
-from rlhf_examples.common.batches import packed_forward, unpack_rows
+from rlhf_examples.common.choices import named_reward
 from rlhf_examples.common.ranks import gather_objects
 from rlhf_examples.environments import environment_tokenizer
 from rlhf_examples.rewards import REWARDS_ALLOWED
@@ -37,19 +38,55 @@ ENVIRONMENT_TOKENIZER = "synthetic:environments"
 
 
 def load_tokenizer(name: str, chat_template: str = "") -> PreTrainedTokenizerBase:
-    """The tokenizer, with a padding token.  chat_template: a file with a Jinja template that replaces its own.
+    """The tokenizer, with a padding token, and adding nothing after a text.
 
+    chat_template: a file with a Jinja template that replaces its own.
     name: a directory, a hub name, or `synthetic:environments` for that of `rlhf_examples.environments`.
-    Raises ValueError if there is no such file.
+    Raises ValueError if there is no such file, or if the tokenizer cannot be kept from adding an end token.
     """
     tokenizer = environment_tokenizer() if name == ENVIRONMENT_TOKENIZER else AutoTokenizer.from_pretrained(name)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    add_nothing_after_texts(tokenizer, name)
     if chat_template:
         if not Path(chat_template).is_file():
             raise ValueError(f"chat_template: no file at {chat_template!r}")
         tokenizer.chat_template = Path(chat_template).read_text()
     return tokenizer
+
+
+def tokenizer_of(args: Any, argument: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a script, by its arguments; the model's own unless another is given.
+
+    argument: the one that names the model. Raises ValueError as `require_model` and `load_tokenizer` do.
+    """
+    name = getattr(args, argument)
+    require_model(argument, name, args.attn_implementation)
+    return load_tokenizer(args.tokenizer_name_or_path or name, args.chat_template)
+
+
+def add_nothing_after_texts(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Stop a tokenizer from adding a token after a text, as T5's does, and Llama's with `add_eos_token`: a prompt would
+    end with it, in training and in `generate(**tokenizer(prompt))` of what is exported. What it adds before a text
+    stays.
+
+    Raises ValueError for one without a tokenizer.json, which has no setting for that.
+    """
+    texts = (token for token in tokenizer.get_vocab() if token not in tokenizer.all_special_tokens)
+    text, plain = next((text, ids) for text in texts if (ids := tokenizer(text, add_special_tokens=False)["input_ids"]))
+    whole = tokenizer(text)["input_ids"]
+    start = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), len(whole))
+    after = tokenizer.convert_ids_to_tokens(whole[start + len(plain) :])
+    if not after:
+        return
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"tokenizer: {name!r} given, which ends every text with {''.join(after)!r}, prompts too; give one with a "
+            "tokenizer.json, from which that can be removed"
+        )
+    before = [(tokenizer.convert_ids_to_tokens(token), token) for token in whole[:start]]
+    first, second = ([*(f"{token}:{part}" for token, _ in before), f"${'AB'[part]}:{part}"] for part in (0, 1))
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(first, first + second, before)
 
 
 @dataclass(frozen=True)
@@ -186,8 +223,8 @@ def merge_adapter_weights(model: PreTrainedModel, name: str) -> PreTrainedModel:
     # A language model's adapter fits its classifier too; the weights of `modules_to_save` are copied below.
     config.task_type, config.modules_to_save, config.inference_mode = None, None, False
     tensors = {key.removeprefix("base_model.model."): value for key, value in peft.load_peft_weights(name).items()}
-    own = dict(model.named_parameters())
-    saved_modules = {own[key]: tensors.pop(key) for key in sorted(tensors.keys() & own.keys())}
+    parameters = dict(model.named_parameters())
+    saved_modules = {parameters[key]: tensors.pop(key) for key in sorted(tensors.keys() & parameters.keys())}
     adapted = peft.get_peft_model(model, config)
     tensors = {f"base_model.model.{key}": value for key, value in tensors.items()}
     loaded: Any = peft.set_peft_model_state_dict(adapted, tensors)
@@ -211,8 +248,8 @@ def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
 
     Setting `nn.Dropout` modules is not enough: OPT, BLOOM and Llama's attention pass the probabilities to functions.
     """
-    for part in (config, config.get_text_config()):
-        for name, value in vars(part).items():
+    for part in (config, config.get_text_config(), getattr(config, "vision_config", None)):
+        for name, value in vars(part).items() if part is not None else ():
             if ("drop" in name or "jitter" in name) and isinstance(value, float):
                 setattr(part, name, 0.0)
     return config
@@ -225,10 +262,12 @@ def load_policy(
     gradient_checkpointing: bool = False,
     disable_dropout: bool = False,
     attn_implementation: str = "",
+    kind: Any = AutoModelForCausalLM,
 ) -> nn.Module:
     """A language model, or an adapter merged into one, from a directory or hub name, with a new LoRA if its rank is not
     0.
 
+    kind: as in `load`; AutoModelForImageTextToText for a model that reads images.
     Raises ValueError for a LoRA over an adapter, to be exported as an adapter: its base would lack the first adapter.
     """
     if lora is not None and lora.rank and lora.export_adapter and base_model_of(name) != name:
@@ -237,7 +276,7 @@ def load_policy(
             "or a whole model"
         )
     settings: dict[str, Any] = {"disable_dropout": disable_dropout, "attn_implementation": attn_implementation}
-    model = load_merged(AutoModelForCausalLM, name, ds_config, **settings)
+    model = load_merged(kind, name, ds_config, **settings)
     checkpoint_gradients(model, gradient_checkpointing)
     return model if lora is None else lora.apply(model, "CAUSAL_LM")
 
@@ -264,28 +303,22 @@ class ValueModel(nn.Module):
     def forward(
         self,
         input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
         use_cache: bool = False,
-        padding_free: bool = False,
-        output_hidden_states: bool = False,
+        position_ids: torch.Tensor | None = None,
     ) -> TokenClassifierOutput:
         """The output's `logits` are [rows, tokens, 1].  input_ids, attention_mask int64 [rows, tokens], padded on
         either side.
 
-        padding_free: run the forward on packed rows; logits are 0 where masked. `require_exact_values` checks whether
-            the model keeps the rows apart.
-        output_hidden_states: also return the last hidden states, [rows, tokens, hidden size], or [1, total, hidden
-            size] of packed rows.
+        attention_mask: None: as the model's attention is without one, at `position_ids`.
         """
         model = self.classifier
         model = model.get_base_model() if isinstance(model, peft.PeftModel) else model
-        if padding_free:
-            hidden = packed_forward(model.base_model, input_ids, attention_mask).last_hidden_state
-            logits = unpack_rows(model.score(hidden), attention_mask)
+        if attention_mask is None:
+            output = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
         else:
-            hidden = hybrid.padded_forward(model.base_model)(input_ids, attention_mask).last_hidden_state
-            logits = model.score(hidden)
-        return TokenClassifierOutput(logits=logits, hidden_states=(hidden,) if output_hidden_states else None)
+            output = hybrid.padded_forward(model.base_model)(input_ids, attention_mask)
+        return TokenClassifierOutput(logits=model.score(output.last_hidden_state))
 
 
 def load_value_model(
@@ -316,11 +349,12 @@ def checkpoint_gradients(model: PreTrainedModel, enabled: bool) -> None:
 
 
 def is_reward_model(name: str) -> bool:
-    """Whether a directory or hub name holds a sequence classifier, or its adapter; False for a function's name.
+    """Whether a directory or hub name holds a sequence classifier, or its adapter; False for the name of a function, a
+    server, or one of NAMED_REWARDS.
 
     Raises ValueError if there is no model of that name.
     """
-    if not name or ":" in name:
+    if not name or ":" in name or named_reward(name):
         return False
     try:
         if base_model_of(name) != name:

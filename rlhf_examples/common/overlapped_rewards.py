@@ -2,7 +2,7 @@
 
 import queue
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 import hybrid
+from rlhf_examples.common.daemon_threads import DaemonThreads
 from rlhf_examples.common.ranks import device
 from rlhf_examples.common.rollouts import Row, decode_completions
 from rlhf_examples.common.run_log import RunLog
@@ -48,11 +49,11 @@ class OverlappedRewards:
         self.seconds, self.overlapped_s = 0.0, 0.0
         self._missing = [num_generations] * (len(prompts) // num_generations)
         self._groups: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._worker = ThreadPoolExecutor(1, "rewards", initializer=select_device, initargs=(device(),))
+        self._worker, self._device = DaemonThreads(1), device()
         self._calls: list[Future] = []
 
     def add(self, batch: hybrid.RolloutBatch) -> None:
-        """Take completions that are done; those that were taken before are left out. Call it from one thread."""
+        """Take completions that are done; those taken before are left out. Call it from one thread."""
         assert batch.row_index is not None, "the batch of a rollout has it"
         rows = batch.row_index.tolist()
         new = [index for index, row in enumerate(rows) if self.completions[row] is None]
@@ -75,6 +76,7 @@ class OverlappedRewards:
         rows = [group * self.num_generations + number for group in groups for number in range(self.num_generations)]
         if not rows:
             return
+        select_device(self._device)
         start = time.perf_counter()
         scores = self.rewards.function_scores(
             [self.prompts[row] for row in rows],
@@ -87,15 +89,18 @@ class OverlappedRewards:
         self.seconds += time.perf_counter() - start
 
     def scores_by_name(self, batch: hybrid.RolloutBatch) -> dict[str, Tensor]:
-        """The scores of a whole rollout, as `Rewards.scores_by_name` gives them; waits for those that are missing.
+        """The scores of a whole rollout, as `Rewards.scores_by_name` gives them; waits for missing ones.
 
-        Raises what a reward function has raised.
+        Raises what a reward function has raised; then calls that have not started are cancelled.
         """
         start = time.perf_counter()
         self.add(batch)
-        for call in self._calls:
-            call.result()
-        self._worker.shutdown()
+        try:
+            for call in self._calls:
+                call.result()
+        finally:
+            for call in self._calls:
+                call.cancel()
         self.overlapped_s = max(self.seconds - (time.perf_counter() - start), 0.0)
         return self.rewards.with_models(batch, self.scores)
 

@@ -17,6 +17,7 @@ from rlhf_examples.common.arguments import GRPOArguments
 from rlhf_examples.common.groups import NO_TURNS, Groups, rewards_differ
 from rlhf_examples.common.measures import Phases
 from rlhf_examples.common.ranks import device, gather_objects, over_ranks, rank_share, sums_over_ranks
+from rlhf_examples.common.rollout_log import log_rollout
 from rlhf_examples.common.rollouts import (
     Row,
     decode_completions,
@@ -47,19 +48,21 @@ class Group:
 
 @dataclass
 class PartialRollouts:
-    """The groups that this rank has begun and not yet learned from; saved in checkpoints.
+    """The groups that this rank has started and not yet learned from; saved in checkpoints.
 
     open: groups of which completions are missing, by number, the oldest first.  ready: complete ones, not yet used.
-    unfinished: the missing completions, as far as they are.  numbers: the group of each of them.
-    restart: prompts whose completions another number of ranks had begun; they begin again.
+    unfinished: the missing completions, as far as they are.  numbers, samples: the group of each of them, and its
+        number among the group's completions.
+    restart: prompts whose completions another number of ranks had started; they start again.
     """
 
     open: dict[int, Group] = field(default_factory=dict)
     ready: list[Group] = field(default_factory=list)
     unfinished: hybrid.UnfinishedRows | None = None
     numbers: list[int] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
     restart: list[Row] = field(default_factory=list)
-    begun: int = 0
+    num_started: int = 0
     timings: Counter = field(default_factory=Counter)
     weight_version: int = 0
 
@@ -104,7 +107,7 @@ class PartialRollouts:
     def _take_ready(
         self, count: int, rewards: Rewards, tokenizer: PreTrainedTokenizerBase, args: GRPOArguments
     ) -> tuple[list[Group], list[Group]]:
-        """Take complete groups, the oldest first, until `count` are kept; returns those, and those that are dropped."""
+        """Take complete groups, the oldest first, until `count` are kept; returns those, and the dropped ones."""
         kept: list[Group] = []
         dropped: list[Group] = []
         while self.ready and len(kept) < count:
@@ -132,36 +135,39 @@ class PartialRollouts:
         """Roll out until `needed` more groups are complete, with unequal scores if they can be asked for while others
         decode; returns how many prompts all ranks began.
 
-        started: prompts that all ranks have begun in this iteration; the sampling keys depend on it.
+        started: prompts that all ranks have started in this iteration; the sampling keys depend on it.
         """
         room = args.over_sampling_batch_size - len(self.open) - len(self.ready) if needed else 0
         rows, first, total = self._new_prompts(prompts, max(room, 0))
-        numbers = [self.begun + index for index in range(len(rows))]
-        self.begun += len(rows)
+        numbers = [self.num_started + index for index in range(len(rows))]
+        self.num_started += len(rows)
         self.open |= {number: Group(row) for number, row in zip(numbers, rows, strict=True)}
         resume = self.unfinished if needed else None
         ids = mask = torch.zeros(0, 1, dtype=torch.int64)
         if rows:
             ids, mask = collate_prompts(rows, tokenizer.pad_token_id).values()
-        of_rows = (self.numbers if resume is not None else []) + [
-            n for n in numbers for _ in range(args.num_generations)
-        ]
-        counts = None
+        of_rows, samples = (self.numbers, self.samples) if resume is not None else ([], [])
+        of_rows = of_rows + [n for n in numbers for _ in range(args.num_generations)]
+        samples = samples + [*range(args.num_generations)] * len(numbers)
+        accept_group = None
         if needed and scores_while_decoding(rewards, args):
-            counts = partial(self._score_and_compare, of_rows, rewards, tokenizer)
+            accept_group = partial(self._score_and_compare, of_rows, rewards, tokenizer)
+        params = with_turn_end(sampling(args, sampling_seed(args.seed, iteration)), tokenizer)
         batch = policy.rollout(
             ids,
             mask,
-            with_turn_end(sampling(args, sampling_seed(args.seed, iteration)), tokenizer),
+            params,
             args.num_generations,
             row_ids=started + first + torch.arange(len(rows)),
-            stop_after=hybrid.StopAfter(groups=max(needed, 1), counts=counts),
+            stop_after=hybrid.StopAfter(groups=max(needed, 1), accept_group=accept_group),
             resume=resume,
         )
         self.timings.update(batch.timings)
         self.weight_version = batch.weight_version
         if needed:
-            self._take(batch, of_rows, args.num_generations)
+            of_all_ranks = [number * dist.get_world_size() + dist.get_rank() for number in of_rows]
+            log_rollout(batch, list(zip(of_all_ranks, samples, strict=True)), params, iteration, args, resume)
+            self._take(batch, of_rows, samples, args.num_generations)
         return total
 
     def _score_and_compare(
@@ -185,15 +191,15 @@ class PartialRollouts:
         rank = dist.get_rank()
         from_stream = prompts.next(sum(new for _, new in counts))
         first = sum(new for _, new in counts[:rank])
-        own = again + from_stream[first : first + counts[rank][1]]
-        return own, sum(all_of_rank for all_of_rank, _ in counts[:rank]), sum(of_rank for of_rank, _ in counts)
+        local = again + from_stream[first : first + counts[rank][1]]
+        return local, sum(all_of_rank for all_of_rank, _ in counts[:rank]), sum(of_rank for of_rank, _ in counts)
 
-    def _take(self, batch: hybrid.RolloutBatch, numbers: list[int], num_generations: int) -> None:
-        """Sort a rollout's rows into their groups.  numbers: the group of each row of the call."""
-        self.unfinished, self.numbers = batch.unfinished, []
-        if batch.unfinished is not None:
-            self.numbers = [numbers[row] for row in batch.unfinished.row_index.tolist()]
-        batch = replace(batch, unfinished=None, timings={}, **NO_TURNS)
+    def _take(self, batch: hybrid.RolloutBatch, numbers: list[int], samples: list[int], num_generations: int) -> None:
+        """Sort a rollout's rows into their groups.  numbers, samples: of each row of the call."""
+        left = [] if batch.unfinished is None else batch.unfinished.row_index.tolist()
+        self.unfinished, self.numbers = batch.unfinished, [numbers[row] for row in left]
+        self.samples = [samples[row] for row in left]
+        batch = replace(batch, unfinished=None, timings={}, sampling_keys=None, **NO_TURNS)
         assert batch.row_index is not None, "the batch of a rollout has it"
         of_group: dict[int, list[int]] = {}
         for index, row in enumerate(batch.row_index.tolist()):
@@ -228,33 +234,35 @@ class PartialRollouts:
     def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint, on the host."""
         return {
-            "open": {number: moved(group, torch.device("cpu")) for number, group in self.open.items()},
-            "ready": [moved(group, torch.device("cpu")) for group in self.ready],
+            "open": {number: plain(moved(group, torch.device("cpu"))) for number, group in self.open.items()},
+            "ready": [plain(moved(group, torch.device("cpu"))) for group in self.ready],
             "unfinished": None if self.unfinished is None else {k: v.cpu() for k, v in vars(self.unfinished).items()},
             "numbers": self.numbers,
+            "samples": self.samples,
             "restart": self.restart,
-            "begun": self.begun,
+            "begun": self.num_started,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state from a checkpoint."""
         unfinished = state["unfinished"]
-        self.open = {number: moved(group, device()) for number, group in state["open"].items()}
-        self.ready = [moved(group, device()) for group in state["ready"]]
+        self.open = {number: moved(from_plain(group), device()) for number, group in state["open"].items()}
+        self.ready = [moved(from_plain(group), device()) for group in state["ready"]]
         self.unfinished = None if unfinished is None else hybrid.UnfinishedRows(**unfinished)
-        self.numbers, self.restart, self.begun = list(state["numbers"]), list(state["restart"]), state["begun"]
+        self.numbers, self.restart, self.num_started = list(state["numbers"]), list(state["restart"]), state["begun"]
+        self.samples = list(state.get("samples", [0] * len(self.numbers)))  # older checkpoints lack them
 
     def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
         """Restore the states of another number of ranks: the prompts of their groups begin again, with new completions
         by the present weights.
         """
-        begun = [
+        prompts = [
             row
             for state in states
-            for row in [group.prompt for group in [*state["ready"], *state["open"].values()]] + state["restart"]
+            for row in [group["prompt"] for group in [*state["ready"], *state["open"].values()]] + state["restart"]
         ]
-        self.open, self.ready, self.unfinished, self.numbers = {}, [], None, []
-        self.restart, self.begun = rank_share(begun), 0
+        self.open, self.ready, self.unfinished, self.numbers, self.samples = {}, [], None, [], []
+        self.restart, self.num_started = rank_share(prompts), 0
 
 
 def score(groups: list[Group], rewards: Rewards, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -303,6 +311,17 @@ def dynamic_sampling_metrics(scored: list[Group], missing: int, rounds: int, nam
         "dynamic_sampling/groups_without_spread": sums["missing"],
         "dynamic_sampling/reward": sums["scores"] / max(sums["scored"], 1),
     }
+
+
+def plain(group: Group) -> dict[str, Any]:
+    """A group as tensors and plain values."""
+    parts = [{name: value for name, value in vars(part).items() if name != "unfinished"} for part in group.parts]
+    return {"prompt": group.prompt, "parts": parts, "scores": group.scores}
+
+
+def from_plain(state: dict[str, Any]) -> Group:
+    """The inverse of `plain`."""
+    return Group(**{**state, "parts": [hybrid.RolloutBatch(**part) for part in state["parts"]]})
 
 
 def moved(group: Group, to: torch.device) -> Group:

@@ -8,7 +8,6 @@ from transformers import PreTrainedTokenizerBase
 
 import hybrid
 from rlhf_examples.common.arguments import PPOArguments
-from rlhf_examples.common.forwards import token_logps
 from rlhf_examples.common.losses import Loss, language_model_loss
 from rlhf_examples.common.ranks import device
 from rlhf_examples.common.rollouts import OptimizerStep
@@ -29,9 +28,9 @@ class PtxBatch:
 
     def loss(self, policy: hybrid.HybridEngine, args: PPOArguments) -> Loss:
         """The language model loss of every token but the first."""
-        width, forward = self.ids.shape[1] - 1, (1.0, args.logit_chunk, args.padding_free)
-        logps, _ = token_logps(policy, self.ids, self.mask, width, *forward)
-        return language_model_loss(logps, self.loss_mask[:, 1:], self.denominator)
+        learned = self.loss_mask[:, 1:]
+        logps = policy.logps(self.ids, self.mask, learned, forward=args.training_forward).per_token_logps
+        return language_model_loss(logps, learned, self.denominator)
 
 
 @dataclass

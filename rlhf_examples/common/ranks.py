@@ -5,9 +5,7 @@ import os
 import random
 import socket
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import datasets
 import deepspeed
@@ -16,37 +14,6 @@ import torch
 import torch.distributed as dist
 import transformers
 from deepspeed.accelerator import get_accelerator
-
-
-@dataclass
-class Preparation:
-    """Reading arguments, tokenizers and records.  is_over: whether an engine has been built since."""
-
-    is_over: bool = False
-
-
-_preparations: list[Preparation] = []
-
-
-@contextmanager
-def preparing() -> Iterator[Preparation]:
-    """Inside the block, until `end_preparation` is called, errors count as invalid input."""
-    preparation = Preparation()
-    _preparations.append(preparation)
-    try:
-        yield preparation
-    except Exception:
-        for around in _preparations:  # the pipeline's too: its earlier steps have ended their own preparations
-            around.is_over = preparation.is_over
-        raise
-    finally:
-        _preparations.pop()
-
-
-def end_preparation() -> None:
-    """Call this before an engine is built: from here on an error is not invalid input."""
-    for preparation in _preparations:
-        preparation.is_over = True
 
 
 def start_ranks() -> None:

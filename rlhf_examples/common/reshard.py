@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hybrid
+from rlhf_examples.common.checkpoint_files import load_tensors, save_tensors
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def torch_optimizer_state(optimizer_state: dict[str, Any]) -> dict[str, Any]:
     return optimizer_state["optimizer_state_dict" if "fp32_flat_groups" in optimizer_state else "base_optimizer_state"]
 
 
-def repartition(old: list[Partition], kind: str, own: list[Piece], sizes: list[int]) -> list[Tensor]:
+def repartition(old: list[Partition], kind: str, local: list[Piece], sizes: list[int]) -> list[Tensor]:
     """This rank's flat tensors of a kind, float32, with the given sizes, assembled from those of all old ranks; 0 in
     padding.
     """
@@ -91,7 +92,7 @@ def repartition(old: list[Partition], kind: str, own: list[Piece], sizes: list[i
         for piece in partition.pieces:
             by_name[piece.name].append((partition.flats[kind][piece.group], piece))
     flats = [torch.zeros(size) for size in sizes]
-    for piece in own:
+    for piece in local:
         for flat, other in by_name[piece.name]:
             first, last = max(piece.start, other.start), min(piece.start + piece.numel, other.start + other.numel)
             if first < last:
@@ -106,15 +107,15 @@ def reshard(engine: hybrid.HybridEngine, tag: Path, old: list[list[Piece]], targ
 
     Raises ValueError if the checkpoint has other parameters.
     """
-    own_pieces = pieces_of(engine)
+    local_pieces = pieces_of(engine)
     saved_names = {piece.name for pieces in old for piece in pieces}
-    if mismatched := sorted({piece.name for piece in own_pieces} - saved_names):
+    if mismatched := sorted({piece.name for piece in local_pieces} - saved_names):
         raise ValueError(
             f"resume: the checkpoint is of another model: it lacks {', '.join(mismatched[:4])}; give the settings that "
             "the run began with"
         )
     files = [optimizer_file(tag, f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt") for rank in range(len(old))]
-    loaded = [load_mapped(file) for file in files]
+    loaded = [load_tensors(file) for file in files]
     states = [of_rank["optimizer_state_dict"] for of_rank in loaded]
     partitions = [Partition.of(state, pieces) for state, pieces in zip(states, old, strict=True)]
     optimizer_state = dict(engine.optimizer.state_dict())  # keeps what belongs to this rank, such as its paddings
@@ -125,7 +126,7 @@ def reshard(engine: hybrid.HybridEngine, tag: Path, old: list[list[Piece]], targ
     )
     paddings = optimizer_state.get("group_paddings", [0] * len(flat_weights))
     sizes = [flat.numel() + padding for flat, padding in zip(flat_weights, paddings, strict=True)]
-    flats = {kind: repartition(partitions, kind, own_pieces, sizes) for kind in partitions[0].flats}
+    flats = {kind: repartition(partitions, kind, local_pieces, sizes) for kind in partitions[0].flats}
     weights = [flat[: flat.numel() - padding] for flat, padding in zip(flats.pop("fp32"), paddings, strict=True)]
     optimizer_state[weights_key(optimizer_state)] = weights
     scalar_state = {key: value for key, value in template["state"][0].items() if not value.dim()}  # the number of steps
@@ -136,20 +137,15 @@ def reshard(engine: hybrid.HybridEngine, tag: Path, old: list[list[Piece]], targ
     groups = zip(template["param_groups"], base["param_groups"], strict=True)
     base["param_groups"] = [{**saved_group, "params": group["params"]} for saved_group, group in groups]
     (target / tag.name).mkdir(parents=True, exist_ok=True)
-    torch.save(
+    save_tensors(
         {**loaded[0], "optimizer_state_dict": optimizer_state}, engine._get_zero_ckpt_name(str(target), tag.name)
     )
     if engine.zero_optimization_stage() == 3 or dist.get_rank() == 0:
-        model_state = load_mapped(next(tag.glob("*mp_rank_00_model_states.pt")))
+        model_state = load_tensors(next(tag.glob("*mp_rank_00_model_states.pt")))
         path = engine._get_ckpt_name(str(target), tag.name)
-        torch.save({**model_state, "dp_world_size": dist.get_world_size()}, path)
+        save_tensors({**model_state, "dp_world_size": dist.get_world_size()}, path)
 
 
 def optimizer_file(directory: Path, name: str) -> Path:
     """The file `name`, or that with the prefix "bf16_"."""
     return next(path for path in (directory / name, directory / f"bf16_{name}") if path.is_file())
-
-
-def load_mapped(path: Path) -> dict[str, Any]:
-    """A file's contents, its tensors memory-mapped."""
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=False)

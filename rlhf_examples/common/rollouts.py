@@ -5,8 +5,8 @@ number of ranks: every rank holds the experience of all ranks, and takes its sha
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,24 +14,26 @@ from transformers import PreTrainedTokenizerBase
 
 import hybrid
 from rlhf_examples.common.arguments import GenerationArguments, RolloutArguments
-from rlhf_examples.common.batches import balanced_batches
-from rlhf_examples.common.forwards import token_logps, token_logps_row_by_row
-from rlhf_examples.common.losses import importance_sampling_weights, loss_denominator
+from rlhf_examples.common.batches import balanced_batches, grouped_batches
+from rlhf_examples.common.forwards import token_logps
+from rlhf_examples.common.policy_losses import importance_sampling_weights, loss_denominator
 from rlhf_examples.common.ranks import over_ranks
 from rlhf_examples.common.trackers import LOGP_DIFFERENCE_EDGES, Histogram, Metrics
 from rlhf_examples.data.examples import collate_prompts
 
 Row = dict[str, Any]  # a row of `data.examples.Examples`
+MIN_SHARED = 16  # tokens of the shortest prompt that `HybridEngine.logps` computes once
 
 
 @dataclass(frozen=True)
 class Experience:
     """Rows of completions.
 
-    sequences, attention_mask [rows, prompt + completion]; the others [rows, completion], except GRPO's advantages
-    [rows].
+    sequences, attention_mask [rows, prompt + completion]; the others [rows, completion], except those of GRPO's
+    advantages that are one a row, [rows].
     mask: the learned tokens.  sampling_logps: the sampler's, of the policy at the sampling temperature.
     weights: factors of the tokens' policy loss.
+    A field whose metadata have "uncropped" keeps its columns in `take`.
     """
 
     sequences: torch.Tensor
@@ -45,23 +47,32 @@ class Experience:
     old_values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
 
-    def take(self, rows: torch.Tensor) -> "Experience":
+    def select(self, rows: torch.Tensor) -> Self:
+        """A selection of the rows."""
+        return type(self)(**{name: tensor[rows] for name, tensor in vars(self).items() if tensor is not None})
+
+    def take(self, rows: torch.Tensor) -> Self:
         """A selection of the rows, cropped to the columns in use; at least one completion column stays."""
-        used = self.attention_mask[rows].any(dim=0).nonzero()[[0, -1], 0].tolist()
+        tensors = {name: tensor for name, tensor in vars(self.select(rows)).items() if tensor is not None}
+        used = tensors["attention_mask"].any(dim=0).nonzero()[[0, -1], 0].tolist()
         width, total = self.mask.shape[1], self.attention_mask.shape[1]
         first, last = min(used[0], total - width - 1), max(used[1] + 1, total - width + 1)
-        tensors = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
-        sequence_tensors = {name: tensors.pop(name)[rows, first:last] for name in ("sequences", "attention_mask")}
+        sequence_tensors = {name: tensors.pop(name)[:, first:last] for name in ("sequences", "attention_mask")}
         columns = slice(0, last - (total - width))
+        uncropped = {item.name for item in fields(self) if item.metadata.get("uncropped")}
         completion_tensors = {
-            name: tensor[rows, columns] if tensor.dim() == 2 else tensor[rows] for name, tensor in tensors.items()
+            name: tensor if tensor.dim() == 1 or name in uncropped else tensor[:, columns]
+            for name, tensor in tensors.items()
         }
-        return Experience(**sequence_tensors, **completion_tensors)
+        return type(self)(**sequence_tensors, **completion_tensors)
 
-    def all_gather(self, num_generations: int = 1) -> "Experience":
+    def all_gather(self, num_generations: int = 1) -> Self:
         """The rows of every rank, ordered by their prompts' numbers. All ranks must have equal shapes."""
-        tensors = {name: own for name, own in vars(self).items() if own is not None}
-        return Experience(**{name: gather_rows(own, num_generations) for name, own in tensors.items()})
+        tensors = {name: local for name, local in vars(self).items() if local is not None}
+        return type(self)(**{name: gather_rows(local, num_generations) for name, local in tensors.items()})
+
+
+AnyExperience = TypeVar("AnyExperience", bound=Experience)
 
 
 @dataclass(frozen=True)
@@ -76,7 +87,7 @@ class OptimizerStep:
     micro_batch_rows: list[list[int]]
     min_rows: int
 
-    def micro_batches(self, experience: "Experience") -> Iterator["Experience"]:
+    def micro_batches(self, experience: AnyExperience) -> Iterator[AnyExperience]:
         """The rows of each micro batch. An empty one gets one fully masked row: under ZeRO every rank must run
         equally many forwards and backwards.
         """
@@ -100,13 +111,13 @@ def rank_row_ids(count: int) -> torch.Tensor:
     return torch.arange(count) * dist.get_world_size() + dist.get_rank()
 
 
-def gather_rows(own: torch.Tensor, num_generations: int) -> torch.Tensor:
-    """The rows of every rank, ordered by their prompts' numbers.  own [prompts · generations, ...], equal on all
+def gather_rows(local: torch.Tensor, num_generations: int) -> torch.Tensor:
+    """The rows of every rank, ordered by their prompts' numbers.  local [prompts · generations, ...], equal on all
     ranks.
     """
-    gathered = own.new_empty(dist.get_world_size() * len(own), *own.shape[1:])
-    dist.all_gather_into_tensor(gathered, own.contiguous())
-    by_rank = gathered.view(dist.get_world_size(), -1, num_generations, *own.shape[1:])
+    gathered = local.new_empty(dist.get_world_size() * len(local), *local.shape[1:])
+    dist.all_gather_into_tensor(gathered, local.contiguous())
+    by_rank = gathered.view(dist.get_world_size(), -1, num_generations, *local.shape[1:])
     return by_rank.transpose(0, 1).reshape(gathered.shape)
 
 
@@ -141,19 +152,23 @@ def roll_out(
     """Completions of this rank's prompts, padded to one width on all ranks. Every rank takes part.
 
     They also stop at the token that ends a turn in the tokenizer's chat template.
+    prompts: with `prompt_ids`, and for prompts with images `model_inputs`, what a processor returns besides them.
     row_ids int64 [prompts]: the prompts' numbers among all ranks', from which the sampling keys are made.
     on_rows: called with completions that are done while others decode, as `HybridEngine.rollout` calls it.
     """
     ids, mask = (tensor.to(policy.device) for tensor in collate_prompts(prompts, tokenizer.pad_token_id).values())
     params = with_turn_end(params, tokenizer)
-    batch = policy.rollout(ids, mask, params, num_generations, row_ids=row_ids, on_rows=on_rows)
+    images = [row["model_inputs"] for row in prompts if "model_inputs" in row]
+    batch = policy.rollout(ids, mask, params, num_generations, row_ids=row_ids, on_rows=on_rows, model_inputs=images)
     return pad_to_common_width(batch, tokenizer.pad_token_id)
 
 
 def with_turn_end(params: hybrid.SamplingParams, tokenizer: PreTrainedTokenizerBase) -> hybrid.SamplingParams:
     """The parameters with the token that ends a turn in the tokenizer's chat template as an end token."""
     end = hybrid.turn_end_token(tokenizer)
-    return params if end is None else replace(params, stop_token_ids=(*params.stop_token_ids, end))
+    if end is None or end in params.stop_token_ids:
+        return params
+    return replace(params, stop_token_ids=(*params.stop_token_ids, end))
 
 
 def pad_to_common_width(batch: hybrid.RolloutBatch, pad_token_id: int) -> hybrid.RolloutBatch:
@@ -172,50 +187,94 @@ def decode_completions(tokenizer: PreTrainedTokenizerBase, batch: hybrid.Rollout
 
 def optimizer_steps(experience: Experience, passes: int, iteration: int, args: RolloutArguments) -> list[OptimizerStep]:
     """Every optimizer step of an update: `num_mini_batches` for each pass. A step's rows depend on seed and iteration
-    only, and the steps of a pass differ by at most one row.
+    only, and the steps of a pass differ by at most one row. Rows with equal prompts come in one step, or in two
+    adjacent ones.
 
-    Micro batches have about equally many tokens with `max_tokens_per_batch`, else about equally many rows.
+    Micro batches have about equally many tokens with `max_tokens_per_batch`, else about equally many rows; rows with
+    equal prompts come in one where that does not make it larger than the others.
     Raises ValueError if there are fewer rows than steps, or if a row is longer than `max_tokens_per_batch`.
     """
-    ranks, rank, lengths = dist.get_world_size(), dist.get_rank(), experience.attention_mask.sum(dim=1).cpu()
-    if len(lengths) < args.num_mini_batches:
+    ranks, rank, rows_of_all = dist.get_world_size(), dist.get_rank(), RowSizes.of(experience, args)
+    count = len(rows_of_all.groups)
+    if count < args.num_mini_batches:
         raise ValueError(
-            f"num_mini_batches: {args.num_mini_batches} given; an iteration has {len(lengths)} completions, and an "
+            f"num_mini_batches: {args.num_mini_batches} given; an iteration has {count} completions, and an "
             "optimizer step needs one"
         )
     steps = []
     for pass_number in range(passes):
         generator = torch.Generator().manual_seed(sampling_seed(args.seed, iteration) * 1009 + pass_number)
-        for rows in torch.randperm(len(lengths), generator=generator).tensor_split(args.num_mini_batches):
-            batches = micro_batches(lengths[rows], ranks, args)
+        order = torch.randperm(count, generator=generator).tolist()
+        first = {rows_of_all.groups[row]: place for place, row in reversed(list(enumerate(order)))}
+        order.sort(key=lambda row: first[rows_of_all.groups[row]])
+        for rows in torch.tensor(order).tensor_split(args.num_mini_batches):
+            batches = micro_batches(rows_of_all.take(rows.tolist()), ranks, args)
             steps.append(OptimizerStep(rows, batches[rank::ranks], min(map(len, batches[:ranks]))))
     return steps
 
 
-def micro_batches(lengths: torch.Tensor, ranks: int, args: RolloutArguments) -> list[list[int]]:
-    """The rows of an optimizer step in batches, equally many for each rank; the last ones may be empty.  lengths
-    [rows]: in tokens.
+@dataclass(frozen=True)
+class RowSizes:
+    """Sizes of rows, from which the tokens of a training forward follow.
+
+    groups: a number for each row, equal where the forward computes the rows' prompt once.  prompts, completions: tokens
+        of each row.
+    """
+
+    groups: list[int]
+    prompts: list[int]
+    completions: list[int]
+
+    @classmethod
+    def of(cls, experience: Experience, args: RolloutArguments) -> "RowSizes":
+        """The sizes of an experience's rows."""
+        columns = experience.attention_mask.shape[1] - experience.mask.shape[1]  # of prompts
+        mask = experience.attention_mask[:, :columns]
+        prompts, completions = mask.sum(dim=1), experience.attention_mask[:, columns:].sum(dim=1)
+        _, groups = torch.cat([mask, experience.sequences[:, :columns] * mask], dim=1).unique(
+            dim=0, return_inverse=True
+        )
+        alone = torch.arange(len(groups), device=groups.device) + len(groups)
+        shared = (prompts >= MIN_SHARED) & (args.training_forward != "model")
+        return cls(torch.where(shared, groups, alone).tolist(), prompts.tolist(), completions.tolist())
+
+    def take(self, rows: list[int]) -> "RowSizes":
+        """The sizes of a selection of the rows."""
+        return RowSizes(*([sizes[row] for row in rows] for sizes in vars(self).values()))
+
+    def tokens(self, rows: list[int]) -> int:
+        """The tokens of a batch of rows, each shared prompt once."""
+        prompts = {self.groups[row]: self.prompts[row] for row in rows}
+        return sum(prompts.values()) + sum(self.completions[row] for row in rows)
+
+
+def micro_batches(rows: RowSizes, ranks: int, args: RolloutArguments) -> list[list[int]]:
+    """The rows of an optimizer step in batches, equally many for each rank; the last ones may be empty.
 
     Raises ValueError if a row is longer than `max_tokens_per_batch`.
     """
-    if not args.max_tokens_per_batch:
-        per_rank = -(-len(lengths) // (ranks * args.per_device_training_batch_size))
-        return split_rows(torch.ones_like(lengths), ranks * per_rank)
-    if int(lengths.max()) > args.max_tokens_per_batch:
-        raise ValueError(
-            f"max_tokens_per_batch: {args.max_tokens_per_batch} given; a sequence has {int(lengths.max())} tokens"
-        )
+    count, budget = len(rows.groups), args.max_tokens_per_batch
+    if not budget:
+        per_rank = -(-count // (ranks * args.per_device_training_batch_size))
+        return split_rows(RowSizes(rows.groups, [0] * count, [1] * count), ranks * per_rank)
+    longest = max(rows.tokens([row]) for row in range(count))
+    if longest > budget:
+        raise ValueError(f"max_tokens_per_batch: {budget} given; a sequence has {longest} tokens")
     per_rank = 1
     while True:  # ends at the latest with one row per batch
-        batches = split_rows(lengths, ranks * per_rank)
-        if max(int(lengths[batch].sum()) for batch in batches) <= args.max_tokens_per_batch:
+        batches = split_rows(rows, ranks * per_rank)
+        if max(map(rows.tokens, batches)) <= budget:
             return batches
         per_rank += 1
 
 
-def split_rows(lengths: torch.Tensor, num_batches: int) -> list[list[int]]:
-    """`balanced_batches`, of which the last ones are empty if there are fewer rows than batches."""
-    batches = balanced_batches(lengths, min(num_batches, len(lengths)))
+def split_rows(rows: RowSizes, num_batches: int) -> list[list[int]]:
+    """Batches of about equal size, of which the last ones may be empty; rows of a group are kept together."""
+    lengths = list(map(sum, zip(rows.prompts, rows.completions, strict=True)))
+    if len(set(rows.groups)) < len(lengths):
+        batches = grouped_batches(rows.groups, rows.prompts, rows.completions, num_batches)
+    else:
+        batches = balanced_batches(lengths, min(num_batches, len(lengths)))
     return batches + [[]] * (num_batches - len(batches))
 
 
@@ -277,8 +336,22 @@ def training_logps(policy: hybrid.HybridEngine, batch: hybrid.RolloutBatch, args
     policy.train()
     width, size = batch.completion_mask.shape[1], forward_batch_size(args, batch.sequences.shape[1])
     parts = zip(batch.sequences.split(size), batch.attention_mask.split(size), strict=True)
-    forward = (args.temperature, args.logit_chunk, args.padding_free)
+    forward = (args.temperature, args.training_forward)
     return torch.cat([token_logps(policy, ids, mask, width, *forward)[0] for ids, mask in parts])
+
+
+@torch.no_grad()
+def row_by_row_logps(policy: hybrid.HybridEngine, experience: Experience, args: RolloutArguments) -> torch.Tensor:
+    """`token_logps` at another batch shape: each row in its own forward, without padding; no gradients.
+
+    Returns float32 [rows, completion], 0 after a completion's end. Every rank must pass equally many rows.
+    """
+    alone = torch.zeros(experience.mask.shape, device=experience.mask.device)
+    for index in range(len(alone)):
+        row = experience.take(torch.tensor([index]))
+        width, forward = row.mask.shape[1], (args.temperature, args.training_forward)
+        alone[index, :width] = token_logps(policy, row.sequences, row.attention_mask, width, *forward)[0][0]
+    return alone
 
 
 class Numerics:
@@ -301,8 +374,7 @@ class Numerics:
         control = step.rows[step.micro_batch_rows[0][: min(control_rows, step.min_rows)]]
         self.control = experience.take(control) if len(control) else None
         if self.control is not None:  # before the first step: the weights are still those that sampled
-            sequences, mask, width = self.control.sequences, self.control.attention_mask, self.control.mask.shape[1]
-            self.control_logps = token_logps_row_by_row(policy, sequences, mask, width, args.temperature)
+            self.control_logps = row_by_row_logps(policy, self.control, args)
 
     def add(self, logps: torch.Tensor) -> None:
         """Record a micro batch's training logprobs [rows, completion]; steps after the first are ignored."""

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import hybrid
 from rlhf_examples.common.arguments import PipelineArguments, RunArguments
 from rlhf_examples.common.files import (
     AVERAGE,
@@ -14,19 +15,22 @@ from rlhf_examples.common.files import (
     CHECKPOINTS,
     COMPLETIONS,
     DONE,
+    ENGINE_LOG,
     METRICS,
     MODEL,
     PAIRS,
+    ROLLOUTS,
     SAMPLES,
     SETTINGS,
 )
 from rlhf_examples.common.ranks import barrier, gather_objects, is_main_process
 
 WRITTEN: tuple[str, ...] = (CHECKPOINTS, MODEL, AVERAGE, BEFORE, METRICS, SAMPLES, COMPLETIONS, SETTINGS, DONE, PAIRS)
-WRITTEN += ("tensorboard", "report.html")
+WRITTEN += (ENGINE_LOG, ROLLOUTS, "tensorboard", "report.html")
 # Settings of output, checkpoints and timeouts, which do not change a run's results.
 WITHOUT_EFFECT = {"output_dir", "resume", "overwrite", "print_every", "report_to", "save_every", "keep_last"}
 WITHOUT_EFFECT |= {"num_samples", "peak_tflops", "reward_timeout_s", "reward_retries", "data_output_path"}
+WITHOUT_EFFECT |= {"log_rollouts"}
 RESULTS = (MODEL, AVERAGE, METRICS, DONE, PAIRS)  # results that a new run would delete, in addition to checkpoints
 
 
@@ -70,7 +74,7 @@ def settings_difference(directory: str, args: Any) -> str:
     """The error message for a finished step that ran with other settings than `args`; empty if they are the same."""
     path = Path(directory) / SETTINGS
     old = json.loads(path.read_text()) if path.is_file() else {}
-    new = json.loads(json.dumps(asdict(args)))
+    new = json.loads(json.dumps(hybrid.redacted(asdict(args))))
     names = [name for name in new if name in old and name not in WITHOUT_EFFECT and old[name] != new[name]]
     changed = "; ".join(f"{name} was {old[name]!r} and is {new[name]!r}" for name in names)
     return changed and (

@@ -1,10 +1,8 @@
 """The output of a run: progress bar, tables, JSONL, trackers, sample texts. On rank 0 only."""
 
-import io
 import json
 import math
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
@@ -18,9 +16,21 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
-from rlhf_examples.common.files import COMPLETIONS, METRICS, SAMPLES, SETTINGS, printable, write_atomically
-from rlhf_examples.common.trackers import Histogram, Metrics, Tracker, check_report_to
+import hybrid
+from rlhf_examples.common.choices import check_report_to
+from rlhf_examples.common.files import (
+    COMPLETIONS,
+    ENGINE_LOG,
+    METRICS,
+    SAMPLES,
+    SETTINGS,
+    append,
+    printable,
+    write_atomically,
+)
+from rlhf_examples.common.trackers import Histogram, Metrics, Tracker
 
+EVERY_S = 10.0  # between lines of progress, without a terminal
 Transcript = str | list[dict[str, str]]  # a text, or a conversation's turns, each with its "role" and "text"
 
 
@@ -31,9 +41,9 @@ class RunLog:
     start: iterations that a resumed run has already done; later rows, logged before the run was killed, are dropped.
     description: shown on the progress bar.  bar_metrics: shown after it, label → name of a metric.
     print_every: iterations between tables of all metrics; the first iteration has one too; 0 prints none.
-    report_to: trackers in addition to the JSONL, from `trackers.PACKAGES`.
+    report_to: trackers in addition to the JSONL, from `choices.TRACKER_PACKAGES`.
     project, run_name: the run's names at Trackio and W&B; run_name defaults to the directory's name.
-    settings: of the run, saved as settings.json.
+    settings: of the run, saved as settings.json and sent to trackers, without secrets.
     Raises ValueError on every rank if a tracker is unknown or not installed.
     """
 
@@ -53,12 +63,14 @@ class RunLog:
     ):
         check_report_to(report_to)
         self.is_main_process = not dist.is_initialized() or dist.get_rank() == 0
+        self.description, self.held_out = description, ""
         self.directory, self.bar_metrics, self.print_every = Path(directory), bar_metrics or {}, print_every
         if not self.is_main_process:
             return
         self.directory.mkdir(parents=True, exist_ok=True)
         rows = [row for row in read_metrics(self.directory) if row["iteration"] <= start] if start else []
         write_atomically(self.directory / METRICS, "".join(to_json_line(row) for row in rows))
+        settings = hybrid.redacted(settings)
         if settings is not None:
             write_atomically(self.directory / SETTINGS, json.dumps(to_json_value(settings), indent=1, default=str))
         self.not_finite: set[str] = set()  # metrics with a warning so far
@@ -76,7 +88,7 @@ class RunLog:
         self.console = Console(width=110)
 
     def add(self, iteration: int, metrics: Metrics) -> None:
-        """Log an iteration's metrics: numbers, tensors with one element, histograms.
+        """Log an iteration's metrics: numbers, tensors with one element, histograms. Iteration 0 is before training.
 
         Values that are not finite become null in the JSONL, with a warning the first time.
         """
@@ -85,13 +97,13 @@ class RunLog:
         metrics = {name: v if isinstance(v, Histogram | int) else float(v) for name, v in metrics.items()}
         numbers = {name: value for name, value in metrics.items() if not isinstance(value, Histogram)}
         self._warn_not_finite(iteration, numbers)
-        with (self.directory / METRICS).open("a") as file:
-            file.write(to_json_line({"iteration": iteration, **metrics}))
+        append(self.directory / METRICS, to_json_line({"iteration": iteration, **metrics}))
         for tracker in self.trackers:
             tracker.add(iteration, metrics)
         shown = {label: format_number(numbers[name]) for label, name in self.bar_metrics.items() if name in numbers}
         self.bar.set_postfix(shown, refresh=False)
-        self.bar.update()
+        if iteration:
+            self.bar.update()
         if self.print_every and (iteration == 1 or iteration % self.print_every == 0):
             self._print_table(iteration, numbers)
 
@@ -120,11 +132,8 @@ class RunLog:
 
     @contextmanager
     def engine_output(self) -> Iterator[None]:
-        """Inside the block DeepSpeed's engine prints its line about the previous iteration; in a log file only if
-        that iteration has a progress line.
-        """
-        hidden = self.is_main_process and isinstance(self.bar, ProgressLines) and self.bar.printed != self.bar.done
-        with self.bar_cleared(), redirect_stdout(io.StringIO()) if hidden else nullcontext():
+        """Inside the block the engine prints DeepSpeed's line about the previous iteration, into a log file."""
+        with engine_output_in(self.directory) if self.is_main_process else nullcontext():
             yield
 
     def _print_table(self, iteration: int, numbers: dict[str, float]) -> None:
@@ -159,8 +168,7 @@ class RunLog:
             return
         self.evaluated.add(iteration)
         table = pd.DataFrame({"iteration": iteration, **columns})
-        with (self.directory / COMPLETIONS).open("a") as file:
-            file.write(to_json_lines(table))
+        append(self.directory / COMPLETIONS, to_json_lines(table))
         for tracker in self.trackers:
             tracker.add_table(iteration, "completions", with_plain_texts(table))
         if self.print_every and shown:
@@ -198,61 +206,65 @@ class RunLog:
         with self.bar_cleared():
             self.console.print(table)
 
+    def set_held_out(self, before: Metrics, after: Metrics) -> None:
+        """Set the evaluations of held-out records before and after training, which `close` prints with their standard
+        errors.
+        """
+        names = [name for name in after if not name.endswith("_stderr")]
+        self.held_out = "; ".join(f"{name} {with_error(name, before)} → {with_error(name, after)}" for name in names)
+
     def close(self) -> None:
-        """Close the progress bar and the trackers."""
+        """Close the progress bar and the trackers, and print the evaluations before and after training."""
         if not self.is_main_process:
             return
         self.bar.close()
         for tracker in self.trackers:
             tracker.close()
         self.console.print(f"metrics: {self.directory / METRICS}", soft_wrap=True)
+        if self.held_out:
+            self.console.print(Text(f"{self.description}, held out, before → after: {self.held_out}"), soft_wrap=True)
 
 
-class ProgressLines:
+@contextmanager
+def engine_output_in(directory: Path) -> Iterator[None]:
+    """Inside the block what is printed goes to the directory's log file of the engine."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / ENGINE_LOG).open("a") as file, redirect_stdout(file):
+        yield
+
+
+class ProgressLines(tqdm):
     """A progress bar as lines, for output that is no terminal: one every few seconds, and one at the end."""
 
-    def __init__(self, total: int, initial: int, desc: str, every_s: float = 10.0):
-        self.total, self.initial, self.description, self.every_s = total, initial, desc, every_s
-        self.done = initial
-        self.values: dict[str, str] = {}
-        self.began = time.monotonic()
-        self.printed_at = self.began  # time of the last line
-        self.printed: int | None = None  # its iteration
+    monitor_interval = 0  # no thread that redraws it
 
-    def set_postfix(self, values: dict[str, str], refresh: bool = False) -> None:
-        """Set the values that are printed after the progress."""
-        self.values = values
+    def __init__(self, **options: Any):
+        form = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+        self.printed: int | None = None  # the iteration of the last line
+        super().__init__(**options, delay=math.inf, bar_format=form)  # never drawn by tqdm itself
+        self.printed_at = self._time()
 
-    def update(self) -> None:
+    def update(self, n: float | None = 1) -> None:
         """Count an iteration."""
-        self.done += 1
-        if self.printed is None or time.monotonic() - self.printed_at >= self.every_s:
+        self.n += n or 0
+        if self.printed is None or self._time() - self.printed_at >= EVERY_S:
             self._print()
 
-    def clear(self) -> None:
+    def clear(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to clear: lines do not interfere with other output."""
 
-    refresh = clear
+    def refresh(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to draw again."""
 
     def close(self) -> None:
         """Print the last iteration, unless it is printed already."""
-        if self.done not in (self.printed, self.initial):
+        if self.n not in (self.printed, self.initial):
             self._print()
+        self.disable = True
 
     def _print(self) -> None:
-        now = time.monotonic()
-        self.printed_at, self.printed = now, self.done
-        values = ", ".join(f"{name}={value}" for name, value in self.values.items())
-        line = tqdm.format_meter(
-            self.done,
-            self.total,
-            now - self.began,
-            prefix=self.description,
-            postfix=values,
-            initial=self.initial,
-            bar_format="{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]",
-        )
-        print(line, file=sys.stderr, flush=True)
+        self.printed_at, self.printed = self._time(), self.n
+        print(self, file=sys.stderr, flush=True)
 
 
 def plain_text(text: Transcript) -> str:
@@ -268,7 +280,7 @@ def with_plain_texts(table: pd.DataFrame) -> pd.DataFrame:
 def read_metrics(directory: Path) -> list[Metrics]:
     """The iterations that a run has logged; null becomes NaN. A line that a kill has truncated is left out.
 
-    Raises ValueError for any other line that is not JSON.
+    Raises ValueError for any other line that is not what `to_json_line` writes.
     """
     return read_lines(Path(directory) / METRICS)
 
@@ -277,14 +289,17 @@ def read_completions(directory: Path) -> pd.DataFrame:
     """The completions of a run's evaluations: iteration, prompt, completion, scores. Lines are read as in
     `read_metrics`.
     """
-    rows = read_lines(Path(directory) / COMPLETIONS)
+    rows = read_lines(Path(directory) / COMPLETIONS, ("prompt", "completion"))
     return pd.DataFrame(rows, columns=None if rows else ["iteration", "prompt", "completion"])
 
 
-def read_lines(path: Path) -> list[dict]:
-    """The rows that `to_json_line` wrote into a file; empty without a file. Raises ValueError for invalid JSON."""
+def read_lines(path: Path, texts: tuple[str, ...] = ()) -> list[dict]:
+    """The rows that `to_json_line` wrote into a file; empty without a file.  texts: columns that are a Transcript.
+
+    Raises ValueError for any other content.
+    """
     lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    return [parse_json_line(line, f"{path}:{i}") for i, line in enumerate(lines, start=1) if line.endswith("\n")]
+    return [parse_json_line(line, f"{path}:{i}", texts) for i, line in enumerate(lines, start=1) if line.endswith("\n")]
 
 
 def to_json_lines(table: pd.DataFrame) -> str:
@@ -297,20 +312,37 @@ def to_json_line(row: dict) -> str:
     return json.dumps(to_json_value(row), allow_nan=False) + "\n"
 
 
-def parse_json_line(line: str, where: str) -> dict:
-    """The row in a line of `to_json_line`.  where: file and line, for the error. Raises ValueError for invalid JSON."""
+def parse_json_line(line: str, where: str, texts: tuple[str, ...] = ()) -> dict:
+    """The row in a line of `to_json_line`.  where: file and line, for the error.  texts: as in `read_lines`.
+
+    Raises ValueError for any other line.
+    """
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON ({error}); delete this line or the file") from error
-    return {name: from_json_value(value) for name, value in row.items()}
+    iteration = row.get("iteration") if isinstance(row, dict) else None
+    if type(iteration) is not int or not 0 <= iteration < 2**53:
+        raise ValueError(f"{where} is no JSON object with an iteration, 0 or greater; delete this line or the file")
+    row |= {name: from_json_value(value) for name, value in row.items() if name not in texts}
+    texts_wrong = [name for name in texts if not isinstance(row.get(name), str | list)]
+    others_wrong = [name for name in row if name not in texts and not isinstance(row[name], int | float | Histogram)]
+    for name in (*texts_wrong, *others_wrong):
+        allowed = "a text or a conversation" if name in texts else "a number, null or a histogram"
+        given = str(row.get(name))[:80]
+        raise ValueError(f"{where}: {name} is {given!r}; it must be {allowed}; delete this line or the file")
+    return row
 
 
-def from_json_value(value: Any) -> "float | Histogram":
-    """A metric from its JSON value."""
-    if isinstance(value, dict):
-        return Histogram(tuple(value["edges"]), tuple(value["counts"]))
-    return math.nan if value is None else value
+def from_json_value(value: Any) -> Any:
+    """A metric from its JSON value: NaN for null and what is beyond float64; anything but a metric as it is."""
+    if isinstance(value, dict) and value.keys() == {"edges", "counts"}:
+        edges, counts = (each if isinstance(each, list) else [] for each in (value["edges"], value["counts"]))
+        numbers = all(isinstance(number, int | float) and abs(number) < math.inf for number in edges + counts)
+        return Histogram(tuple(edges), tuple(counts)) if numbers and len(edges) == len(counts) + 1 else value
+    if value is None or (isinstance(value, int | float) and abs(value) > sys.float_info.max):
+        return math.nan
+    return value
 
 
 def to_json_value(value: Any) -> Any:
@@ -324,8 +356,14 @@ def to_json_value(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def with_error(name: str, metrics: Metrics) -> str:
+    """A metric for display, with its standard error if there is one."""
+    error = metrics.get(f"{name}_stderr")
+    return format_number(metrics.get(name)) + ("" if error is None else f" ± {format_number(error)}")
+
+
 def format_number(value: float | None) -> str:
     """A number for display: three significant digits, or all digits before the point."""
     if value is None:
         return "–"
-    return f"{value:,.0f}" if 999.5 <= abs(value) < math.inf else f"{value + 0.0:.3g}"  # no -0
+    return f"{value:,.0f}" if 999.5 <= abs(value) < 1e15 else f"{value + 0.0:.3g}"  # no -0

@@ -41,8 +41,7 @@ class Scorer:
 
     @classmethod
     def load(cls, reward: str, dtype: str, rows: int, offload: bool = False, attn_implementation: str = "") -> "Scorer":
-        """reward: module:function, the address of a server, or the directory or hub name of a reward model with the
-        policy's tokenizer.
+        """reward: as in `load_reward`, or the directory or hub name of a reward model with the policy's tokenizer.
 
         rows: of a reward model's forward.  offload, attn_implementation: as in `load_frozen_model` and `models.load`.
         Raises ValueError if there is no such reward.

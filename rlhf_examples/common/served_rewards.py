@@ -8,13 +8,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from urllib.error import URLError
-from urllib.request import urlopen
+
+import httpx2
 
 from rlhf_examples.common.arguments import RewardServerArguments
+from rlhf_examples.common.daemon_threads import running
+from rlhf_examples.common.http_client import fetch
 from rlhf_examples.common.ranks import gather_objects
 from rlhf_examples.rewards import SERVERS
 
@@ -75,15 +78,18 @@ def start_server(name: str, args: RewardServerArguments, processes: list[subproc
         while not address_file.is_file() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(POLL_S)
         address = address_file.read_text() if address_file.is_file() else ""
+    failure = f"servers.{name}: the server for {args.reward!r} did not start"
+    if not address:
+        reason = "its process exited" if process.poll() is not None else f"no address after {START_TIMEOUT_S:.0f} s"
+        raise ValueError(f"{failure} ({reason})")
     try:
-        if not address:
-            raise URLError(
-                "its process exited" if process.poll() is not None else f"no response after {START_TIMEOUT_S:.0f} s"
-            )
-        with urlopen(address, timeout=STOP_TIMEOUT_S):
-            return address
-    except OSError as error:
-        raise ValueError(f"servers.{name}: the server for {args.reward!r} did not start ({error})") from error
+        with running(fetch(address)) as response:
+            response.result(STOP_TIMEOUT_S).raise_for_status()
+    except FutureTimeoutError as error:
+        raise ValueError(f"{failure} ({address}: no response after {STOP_TIMEOUT_S:.0f} s)") from error
+    except httpx2.HTTPError as error:
+        raise ValueError(f"{failure} ({address}: {error})") from error
+    return address
 
 
 def stop_server(process: subprocess.Popen) -> None:

@@ -2,8 +2,7 @@
 
 import html
 import importlib
-import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,11 +12,11 @@ import torch
 from accelerate import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, TensorBoardTracker
 
+from rlhf_examples.common.choices import TRACKER_PACKAGES
+
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter  # optional
 
-# The names that `report_to` allows, and the package that each needs; a package is imported only if it is used.
-PACKAGES = {"tensorboard": "tensorboard", "trackio": "trackio", "wandb": "wandb"}
 # Absolute differences of logprobs: from none, over rounding in float32 and bfloat16, to those of another policy.
 LOGP_DIFFERENCE_EDGES = (0.0, *(10 ** (exponent / 2) for exponent in range(-16, 3)))
 
@@ -50,15 +49,6 @@ class Histogram:
 Metrics = dict[str, Any]  # by name: a float, or a Histogram
 
 
-def check_report_to(names: Sequence[str]) -> None:
-    """Raises ValueError for an unknown name, or one whose package is not installed."""
-    for name in names:
-        if name not in PACKAGES:
-            raise ValueError(f"report_to: {name!r} given; allowed: {', '.join(PACKAGES)}")
-        if importlib.util.find_spec(PACKAGES[name]) is None:
-            raise ValueError(f"report_to: {name!r} given, which is not installed; run: pip install {PACKAGES[name]}")
-
-
 class Tracker:
     """A run at one of accelerate's trackers.
 
@@ -86,7 +76,7 @@ class Tracker:
             for name, value in histograms.items():
                 add_histogram(self.tracker.writer, name, value, iteration)
         else:
-            package = importlib.import_module(PACKAGES[self.name])
+            package = importlib.import_module(TRACKER_PACKAGES[self.name])
             for name, value in histograms.items():
                 numbers[name] = package.Histogram(np_histogram=(list(value.counts), list(value.edges)))
         self.tracker.log(numbers, step=iteration)
@@ -98,7 +88,7 @@ class Tracker:
         elif self.name == "wandb":
             self.tracker.log_table(name, dataframe=table, step=iteration)
         else:
-            package = importlib.import_module(PACKAGES[self.name])
+            package = importlib.import_module(TRACKER_PACKAGES[self.name])
             self.tracker.log({name: package.Table(dataframe=table)}, step=iteration)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Which tokens of a conversation the assistant wrote, and where its turns end, by the tokenizer's chat template."""
+"""Tokens of texts and conversations; which of them the assistant wrote, and where its turns end."""
 
 import re
 from itertools import takewhile
@@ -17,9 +17,9 @@ def stop_at_turn_end(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> No
     config, end = getattr(model, "generation_config", None), turn_end_token(tokenizer)
     if config is None or end is None:
         return
-    own = config.eos_token_id
-    own = [] if own is None else [own] if isinstance(own, int) else list(own)
-    config.eos_token_id = list(dict.fromkeys([*own, end]))
+    ends = config.eos_token_id
+    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    config.eos_token_id = list(dict.fromkeys([*ends, end]))
 
 
 def assistant_mask(texts: Texts, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -73,6 +73,15 @@ def end_of_turn(texts: Texts, index: int, begin: int, ids: list[int], tokenizer:
     if end not in ids[begin:]:
         raise BadRecord("the chat template does not end the assistant's turns")
     return ids.index(end, begin) + 1
+
+
+def encode_plain_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens of a plain text as `tokenizer(text)` makes them: with a start token only if the tokenizer adds one.
+
+    A text that itself begins with the start token gets no second one.
+    """
+    ids, start = tokenizer(text)["input_ids"], tokenizer.bos_token_id
+    return encode_text(text, tokenizer) if start is not None and ids[:2] == [start, start] else ids
 
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid import cut_after_turn_end
 from rlhf_examples.data import conversations, messages, texts
-from rlhf_examples.data.conversations import assistant_mask
+from rlhf_examples.data.conversations import assistant_mask, encode_plain_text, encode_text
 from rlhf_examples.data.records import Rows
-from rlhf_examples.data.texts import AS_NAMED, BadRecord, LeftOut, RecordFormat, Texts, texts_of
+from rlhf_examples.data.texts import AS_NAMED, BadRecord, RecordFormat, SkippedRecords, Texts, texts_of
 
 TOKENS = List(Value("int32"))
 ORIGIN = {"source": Value("string"), "number": Value("int64"), "reason": Value("string")}
@@ -48,17 +48,17 @@ SHUFFLE_BUFFER = 1024  # rows of a stream from which the next one is drawn
 
 @dataclass(frozen=True)
 class Examples:
-    """Tokenized records without those that cannot be used.
+    """Tokenized records that can be used.
 
     rows: columns are FEATURES by form; the form "turns" is supervised with a mask of all assistant turns. A prompt's
         row has as JSON `messages`, its conversation (empty for a text prompt), and `columns`, the record's other
         columns.
     A stream's rows still include unusable ones.
-    left_out: the unusable records; of a stream, those seen so far in its first pass.
+    skipped: the unusable records; of a stream, those seen so far in its first pass.
     """
 
     rows: Rows
-    left_out: LeftOut
+    skipped: SkippedRecords
 
     def __len__(self) -> int:
         """The number of rows of a pass; unknown for a stream."""
@@ -77,7 +77,7 @@ class Examples:
     def _streamed(self, seed: int) -> Iterator[dict[str, Any]]:
         epoch = 0
         while True:
-            passed = LeftOut() if epoch else self.left_out
+            passed = SkippedRecords() if epoch else self.skipped
             for row in self.rows.shuffle(seed=epoch_seed(seed, epoch), buffer_size=SHUFFLE_BUFFER):
                 if passed.usable(row["source"], row["number"], row["reason"]):
                     yield row
@@ -126,7 +126,7 @@ class PackedExamples(Examples):
     def of(cls, examples: Examples, max_length: int) -> "PackedExamples":
         """Packs of supervised examples with at most `max_length` tokens each; no example may be longer."""
         lengths = [sum(map(len, ids)) for ids in zip(*(examples.rows[name] for name in IDS), strict=True)]
-        return cls(examples.rows, examples.left_out, best_fit(lengths, max_length))
+        return cls(examples.rows, examples.skipped, best_fit(lengths, max_length))
 
     def __len__(self) -> int:
         """The number of packs of a pass."""
@@ -167,6 +167,7 @@ def tokenize_records(
 ) -> Examples:
     """Tokenize raw rows.  form: supervised, turns, preference or prompt; record_format: how records are read.
 
+    tokenizer: from `load_tokenizer`: it must not add a token after a text.
     max_length: limit for prompt and completion together, special tokens included; longer records are left out. 0: no
         limit.
     cache_dir: where tokens are cached by content of rows, tokenizer and settings; None: datasets' own cache. One of the
@@ -185,7 +186,7 @@ def tokenize_records(
         "features": FEATURES[form],
     }
     if isinstance(rows, IterableDataset):
-        return Examples(rows.map(**map_arguments), LeftOut())
+        return Examples(rows.map(**map_arguments), SkippedRecords())
     directory = Path(cache_dir or Path(datasets.config.HF_DATASETS_CACHE) / "rlhf_examples")
     directory.mkdir(parents=True, exist_ok=True)
     key = cache_key(rows, tokenizer, form, max_length, record_format)
@@ -193,17 +194,17 @@ def tokenize_records(
         tokenized = rows.map(
             **map_arguments, cache_file_name=str(directory / f"{key}.arrow"), new_fingerprint=key, num_proc=num_proc
         )
-    left_out, usable = LeftOut(), []
+    skipped, usable = SkippedRecords(), []
     for batch in tokenized.select_columns(list(ORIGIN)).iter(batch_size=1000):
-        usable += [left_out.usable(*origin) for origin in zip(*(batch[name] for name in ORIGIN), strict=True)]
-    require_usable(left_out)
-    return Examples(tokenized.select([i for i, kept in enumerate(usable) if kept]), left_out)
+        usable += [skipped.usable(*origin) for origin in zip(*(batch[name] for name in ORIGIN), strict=True)]
+    require_usable(skipped)
+    return Examples(tokenized.select([i for i, kept in enumerate(usable) if kept]), skipped)
 
 
-def require_usable(left_out: LeftOut) -> None:
+def require_usable(skipped: SkippedRecords) -> None:
     """Raises ValueError if all records are left out."""
-    if left_out.counts.total() == left_out.total:
-        raise ValueError(f"no record can be used: {left_out}")
+    if skipped.counts.total() == skipped.total:
+        raise ValueError(f"no record can be used: {skipped}")
 
 
 def cache_key(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, *settings: Any) -> str:
@@ -236,6 +237,8 @@ def tokenize_record(
     try:
         record_texts = texts_of(row, form, tokenizer, record_format)
         tokens = tokenize_texts(record_texts, tokenizer)
+        if form in ("prompt", "preference") and not tokens[0]:
+            raise BadRecord("the prompt has no tokens")
         if max_length and len(tokens[0]) + max(map(len, tokens[1:]), default=0) > max_length:
             raise BadRecord(f"longer than {max_length} tokens")
         if form == "preference" and tokens[1] == tokens[2]:
@@ -262,8 +265,8 @@ def tokenize_record(
         row_of_tokens |= {"margin": margin}
     if form == "prompt":
         record = {} if reason else json.loads(row["record"])
-        own = {*NOT_COLUMNS, record_format.prompt_column, record_format.messages_column}
-        columns = {name: value for name, value in record.items() if name not in own}
+        excluded = {*NOT_COLUMNS, record_format.prompt_column, record_format.messages_column}
+        columns = {name: value for name, value in record.items() if name not in excluded}
         conversation = json.dumps(record_texts.messages) if record_texts.messages else ""
         row_of_tokens |= {"prompt": record_texts.prompt, "messages": conversation, "columns": json.dumps(columns)}
     return row_of_tokens
@@ -272,22 +275,18 @@ def tokenize_record(
 def tokenize_texts(record_texts: Texts, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """The tokens of a prompt and of each of its completions.
 
-    A start token is put before the prompt and an end token after a completion, if the tokenizer has them and neither a
-    chat template nor the text itself has written them; a conversation's completion ends with the assistant's turn. A
-    completion is what follows the prompt's tokens in those of prompt and completion together; if a token spans the
-    border, the completion is tokenized alone, so that the prompt always has the tokens of a rollout.
+    A prompt has the tokens of `tokenizer(prompt)`, as the trained model's users will call it; a conversation those of
+    its chat template. An end token is put after a completion, if the tokenizer has one and the text itself has not
+    written it; a conversation's completion ends with the assistant's turn. A completion is what follows the prompt's
+    tokens in those of prompt and completion together; if a token spans the border, the completion is tokenized alone,
+    so that the prompt always has the tokens of a rollout.
     """
-
-    def encode(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
-    prompt = encode(record_texts.prompt)
-    before = [] if record_texts.is_conversation or start is None or prompt[:1] == [start] else [start]
-    rows = [before + prompt]
+    encode, end = encode_text if record_texts.is_conversation else encode_plain_text, tokenizer.eos_token_id
+    prompt = encode(record_texts.prompt, tokenizer)
+    rows = [prompt]
     for completion in record_texts.completions:
-        whole = encode(record_texts.prompt + completion)
-        tokens = whole[len(prompt) :] if whole[: len(prompt)] == prompt else encode(completion)
+        whole = encode(record_texts.prompt + completion, tokenizer)
+        tokens = whole[len(prompt) :] if whole[: len(prompt)] == prompt else encode_text(completion, tokenizer)
         if record_texts.is_conversation:
             tokens = cut_after_turn_end(tokens, tokenizer)
         elif end is not None and tokens[-1:] != [end]:
@@ -359,7 +358,7 @@ def reward_columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 def pad(rows: list[list[int]], pad_token_id: int, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of tokens as ids and mask, both int64 [len(rows), longest]; the mask comes from the lengths."""
-    width = max(map(len, rows))
+    width = max(map(len, rows), default=0)
     ids = torch.full((len(rows), width), pad_token_id)
     mask = torch.zeros(len(rows), width, dtype=torch.int64)
     for i, row in enumerate(rows):

@@ -1,5 +1,6 @@
-"""A script's training examples and held-out rows."""
+"""A script's training examples, held-out rows and prompts."""
 
+import warnings
 from itertools import islice
 from typing import Any
 
@@ -11,7 +12,14 @@ from rlhf_examples.data.examples import Examples, tokenize_records
 from rlhf_examples.data.records import Rows, load_records, share
 from rlhf_examples.data.texts import RecordFormat
 
-SHARE_OF_STEP = {"sft": 0, "reward_model": 1, "dpo": 1, "ppo": 2, "grpo": 2}  # index of the share in data_split
+SHARE_OF_STEP = {
+    "sft": 0,
+    "reward_model": 1,
+    "dpo": 1,
+    "ppo": 2,
+    "grpo": 2,
+    "distill": 2,
+}  # index of the share in data_split
 
 
 def load_examples(
@@ -42,9 +50,27 @@ def load_examples(
     )
     rows = [row for examples in evaluated for row in first_rows(examples, args)]
     for examples in (train, *evaluated):
-        if dist.get_rank() == 0 and examples.left_out.counts:
-            print(examples.left_out)
+        if dist.get_rank() == 0 and examples.skipped.counts:
+            print(examples.skipped)
+    if not args.streaming:
+        warn_if_larger(rows, len(train))
     return train, rows
+
+
+def load_prompts(tokenizer: PreTrainedTokenizerBase, args: Any, split: str = "train") -> Examples:
+    """The prompts of a script in which a frozen model completes them.  args: GenerationArguments with `data_path`."""
+    records, record_format = load_records(args.data_path, split), RecordFormat.from_args(args)
+    return tokenize_records(records, tokenizer, "prompt", args.max_prompt_seq_len, record_format=record_format)
+
+
+def warn_if_larger(held_out: list[dict[str, Any]], num_examples: int) -> None:
+    """Warn on rank 0 if an evaluation has more rows than there are training examples."""
+    if dist.get_rank() == 0 and len(held_out) > num_examples:
+        warnings.warn(
+            f"an evaluation has {len(held_out)} rows, and there are {num_examples} training examples; give a smaller "
+            "eval_rows, or more data_path",
+            stacklevel=3,
+        )
 
 
 def held_out_share(records: Rows, args: RunArguments) -> tuple[Rows, Rows | None]:

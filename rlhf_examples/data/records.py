@@ -54,14 +54,14 @@ def load_records(
 
 def load_set(name: str, split: str, streaming: bool, cache_dir: str | None) -> Rows:
     """The raw rows of one set. Raises ValueError if it does not exist."""
-    base, _, own_split = (name, "", "") if Path(name).exists() else name.partition("@")
+    base, _, named_split = (name, "", "") if Path(name).exists() else name.partition("@")
     if base.startswith("synthetic:"):
-        return synthetic_set(base, own_split or split, streaming)
+        return synthetic_set(base, named_split or split, streaming)
     if Path(base).exists():
-        return local_set(Path(base), own_split, split, streaming, cache_dir)
+        return local_set(Path(base), named_split, split, streaming, cache_dir)
     if Path(base).suffix in READERS or base.startswith((".", "/", "~")):
         raise ValueError(f"{name!r}: there is no such file or directory")
-    return hub_set(base, own_split or split, streaming, cache_dir)
+    return hub_set(base, named_split or split, streaming, cache_dir)
 
 
 def synthetic_set(name: str, split: str, streaming: bool) -> Rows:
@@ -97,9 +97,9 @@ def hub_set(name: str, split: str, streaming: bool, cache_dir: str | None) -> Ro
     )
 
 
-def local_set(path: Path, own_split: str, split: str, streaming: bool, cache_dir: str | None) -> Rows:
+def local_set(path: Path, named_split: str, split: str, streaming: bool, cache_dir: str | None) -> Rows:
     """The records of a file or directory. Raises ValueError if there are none or they cannot be read."""
-    files = [str(file) for file in files_of(path, own_split, split)]
+    files = [str(file) for file in files_of(path, named_split, split)]
     if streaming:
         return IterableDataset.from_generator(raw_rows, features=RAW, gen_kwargs={"paths": files})
     if next(raw_rows(files), None) is None:
@@ -116,7 +116,7 @@ def local_set(path: Path, own_split: str, split: str, streaming: bool, cache_dir
         raise ValueError(str(error.__cause__)) from error
 
 
-def files_of(path: Path, own_split: str, split: str) -> list[Path]:
+def files_of(path: Path, named_split: str, split: str) -> list[Path]:
     """The files of `path`, sorted by name.
 
     In a directory, those of the split ("train-00.jsonl", "train/00.jsonl") if there are any, else all.
@@ -124,17 +124,19 @@ def files_of(path: Path, own_split: str, split: str) -> list[Path]:
     """
     kinds = ", ".join(READERS)
     if path.is_file():
-        if own_split:
-            raise ValueError(f"'{path}@{own_split}': a file has no splits")
+        if named_split:
+            raise ValueError(f"'{path}@{named_split}': a file has no splits")
         if path.suffix not in READERS:
             raise ValueError(f"'{path}': the file name must end in {kinds}")
         return [path]
     files = sorted(file for file in path.rglob("*") if file.suffix in READERS and file.is_file())
     if not files:
         raise ValueError(f"'{path}': the directory contains no file that ends in {kinds}")
-    of_split = [file for file in files if str(file.relative_to(path)).startswith(own_split or split)]
-    if own_split and not of_split:
-        raise ValueError(f"'{path}@{own_split}': the directory contains no file whose name begins with {own_split!r}")
+    of_split = [file for file in files if str(file.relative_to(path)).startswith(named_split or split)]
+    if named_split and not of_split:
+        raise ValueError(
+            f"'{path}@{named_split}': the directory contains no file whose name begins with {named_split!r}"
+        )
     return of_split or files
 
 
@@ -200,7 +202,7 @@ def read_json(path: str) -> Iterator[Read]:
     """A list of records, an object whose only field `data` is that list, a single record, or JSONL."""
     try:
         content = json.loads(Path(path).read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         yield from read_jsonl(path)
         return
     if isinstance(content, dict):

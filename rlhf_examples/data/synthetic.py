@@ -212,11 +212,11 @@ def preference_pairs(
 
 
 def synthetic_tokenizer() -> PreTrainedTokenizerFast:
-    """A word-level tokenizer for all synthetic sets but the English openings."""
+    """A word-level tokenizer for all synthetic sets but the English openings. It adds a start token to a text."""
     texts = [OPENING, ENDING, *(sentence for mood in MOODS.values() for sentence in mood)]
     words = {word for text in texts for word in text.split() if "{" not in word}
     sums = ["+", "=", *map(str, range(OPERANDS * LARGEST + 2))]
     vocabulary = [*SPECIAL.values(), *sorted(words | {*NAMES, *PLACES, *THINGS, *COLOURS}), *sums]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, SPECIAL["unk_token"]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **SPECIAL)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", add_bos_token=True, **SPECIAL)

@@ -1,17 +1,21 @@
 """Reads the prompt and completions of a record from its columns and conversations, and reports the record's defects."""
 
+from __future__ import annotations
+
 import json
 import math
 import re
 from collections import Counter
 from dataclasses import dataclass, field, fields
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
-from transformers import PreTrainedTokenizerBase
 
 from rlhf_examples.data.messages import Messages, is_message, parse_json, plain_message
+
+if TYPE_CHECKING:  # `--help` needs this file, and no transformers
+    from transformers import PreTrainedTokenizerBase
 
 Part = str | Messages
 NAMED = 3  # records that are listed for each reason
@@ -66,7 +70,7 @@ class RecordFormat:
             )
 
     @classmethod
-    def from_args(cls, args: Any) -> "RecordFormat":
+    def from_args(cls, args: Any) -> RecordFormat:
         """From a script's arguments with the same names."""
         return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
 
@@ -115,7 +119,7 @@ class RecordFormat:
 
 
 @dataclass
-class LeftOut:
+class SkippedRecords:
     """Counts the records that cannot be used by reason, with the first ones of each reason.
 
     total: records checked, usable ones included.
@@ -182,6 +186,14 @@ def texts_of(
 
     Raises BadRecord with the reason, and ValueError for a conversation if the tokenizer has no template.
     """
+    try:
+        return texts_of_record(record_of(row), form, tokenizer, record_format)
+    except RecursionError:  # of the JSON parser, or of the chat template
+        raise BadRecord("nested too deeply") from None
+
+
+def record_of(row: dict[str, Any]) -> dict[str, Any]:
+    """The record of a raw row. Raises BadRecord if it could not be read, or is no JSON object."""
     if row["problem"]:
         raise BadRecord(row["problem"])
     try:
@@ -190,6 +202,13 @@ def texts_of(
         raise BadRecord("not JSON") from None
     if not isinstance(record, dict):
         raise BadRecord("not a JSON object")
+    return record
+
+
+def texts_of_record(
+    record: dict[str, Any], form: str, tokenizer: PreTrainedTokenizerBase, record_format: RecordFormat
+) -> Texts:
+    """The result of `texts_of`, from a record."""
     try:
         parts: list[Any] = FORMS[form](record_format.named(record))
         prompt, *completions = parts

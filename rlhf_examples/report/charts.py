@@ -1,4 +1,4 @@
-"""Curves, stacked charts and histograms of a run's log as SVG that takes its colours from the page around it.
+"""Curves, stacked charts and histograms of runs' logs: Matplotlib's SVG in the colours of the page around it.
 
 A log is a pandas frame with a row for each iteration (the index) and a column for each metric; missing values are NaN.
 """
@@ -6,111 +6,118 @@ A log is a pandas frame with a row for each iteration (the index) and a column f
 import html
 import io
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from rlhf_examples.common.trackers import Histogram
 
-SIZE_INCHES = (4.6, 2.3)
-MOST_STEPS = 120  # in a stacked chart; neighbours are averaged if there are more iterations
-MOST_POINTS = (
-    1200  # of a raw line, more than a screen has columns; a longer line keeps the minimum and maximum of each range
-)
-FEWEST_TO_SMOOTH = 8
-FEWEST_WITHOUT_DOTS, FEWEST_TO_FADE = 31, 300
+LARGEST = 1e100  # greater values are drawn as this: their means and ranges, and a logarithmic axis's ends, overflow
+MAX_STEPS = 120  # in a stacked chart; neighbours are averaged if there are more iterations
+FEWEST_TO_SMOOTH, FEWEST_WITHOUT_DOTS, FEWEST_TO_FADE = 8, 31, 300
 # Matplotlib knows no CSS variables: these colours are placeholders that are replaced in its SVG.
-INK, MUTED, GRID = "#010101", "#010102", "#010103"
-SERIES = tuple(f"#0102{number:02d}" for number in range(10))
-VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid"} | {c: f"--series-{i}" for i, c in enumerate(SERIES)}
+MUTED, GRID = "#010102", "#010103"
+SERIES = [f"#0102{number:02d}" for number in range(10)]
+VARIABLES = {MUTED: "--muted", GRID: "--grid"} | {color: f"--series-{i}" for i, color in enumerate(SERIES)}
+STYLE: Any = {
+    "figure.figsize": (4.6, 2.3),
+    "figure.constrained_layout.use": True,
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": MUTED,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    **{f"{axis}tick.color": GRID for axis in "xy"},
+    **{f"{axis}tick.labelcolor": MUTED for axis in "xy"},
+    "path.simplify_threshold": 0.3,  # points: a line of any length takes a few kB and keeps its extremes
+    "svg.fonttype": "none",  # text stays text
+}
+styled = matplotlib.rc_context(STYLE)
 
 # The phases of an iteration in the order of the stack, and the number of the series colour of each.
 PHASES = {"gather": 1, "merge": 8, "prefill": 7, "decode": 0, "score": 6, "wait": 5, "train": 4, "release": 3}
 OTHER = 9
-PHASES_TITLE = "Time of an iteration by phase"
 
 
-@dataclass(frozen=True)
-class Chart:
-    """The content of a chart.
-
-    series: metric → its name in the legend; metrics that a log lacks are left out.
-    colors: metric → number of its series colour, and a single line is named too; empty: colours in the order of lines.
-    """
+class Chart(NamedTuple):
+    """The content of a chart.  series: metric → its name in the legend; metrics that a log lacks are left out."""
 
     title: str
     unit: str
     series: dict[str, str]
     log_scale: bool = False
     smooth: bool = True
-    colors: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """A rendered chart.  legend: (label, number of the series colour); empty if a single line needs none."""
+class Drawing(NamedTuple):
+    """A rendered chart.
+
+    legend: (label, number of the series colour); empty if a single line needs none.
+    table: in the place of a legend: (label, number of the series colour, *cells).
+    """
 
     title: str
     unit: str
     svg: str
-    legend: tuple[tuple[str, int], ...] = ()
+    legend: Sequence[tuple[str, int]] = ()
+    table: Sequence[tuple[str, int, str, str]] = ()
 
 
-def draw_lines(log: pd.DataFrame, chart: Chart, links: dict[int, str] | None = None) -> Drawing | None:
+@styled
+def draw_lines(
+    chart: Chart, logs: Sequence[pd.DataFrame], runs: Sequence[str], links: dict[int, str] | None = None
+) -> Drawing | None:
     """Every iteration as a thin line, the moving average as a thick one; None without data.
 
+    logs: of one run, or of several, whose lines are named by `runs`.
     links: iteration → a place on the page, to which a point on the first line there leads.
     """
-    columns = {name: log[name].dropna() for name in chart.series if name in log}
-    columns = {n: c for n, c in columns.items() if len(c) and (not chart.log_scale or c.max() > 0)}
-    if not columns:
+    logged = [name for name in chart.series if any(name in log for log in logs)]
+    axes = Figure().add_subplot()
+    legend: list[tuple[str, int]] = []
+    for number, (name, run) in enumerate((name, run) for name in logged for run in range(len(logs))):
+        column = logs[run][name].dropna() if name in logs[run] else pd.Series(dtype=float)
+        if chart.log_scale:
+            column = column.where(column > 1 / LARGEST)  # others are gaps
+        if not column.count():
+            continue
+        color = number % len(SERIES)
+        line = draw_line(axes, column, SERIES[color], chart.smooth)
+        if links and not legend:
+            marked = [iteration for iteration in links if iteration in line.index]
+            dots = axes.scatter(marked, line[marked], s=60, color=SERIES[color], zorder=5, clip_on=False)
+            dots.set_urls([links[iteration] for iteration in marked])
+        names = [runs[run]] * (len(logs) > 1) + [chart.series[name]] * (len(logged) > 1)
+        legend.append((": ".join(names), color))
+    if not legend:
         return None
-    figure, axes = new_figure()
-    numbers = {name: chart.colors.get(name, i) % len(SERIES) for i, name in enumerate(columns)}
-    for name, column in columns.items():
-        color = SERIES[numbers[name]]
-        smooth = smoothed(column) if chart.smooth else None
-        few = len(column) < FEWEST_WITHOUT_DOTS
-        if smooth is None:
-            axes.plot(*points(column, chart), color=color, linewidth=1.8, marker="o" if few else None, markersize=3.5)
-        else:
-            raw: dict[str, Any] = {"linewidth": 0.7, "marker": "." if few else None}
-            axes.plot(*points(column, chart), color=color, alpha=0.3 if len(column) >= FEWEST_TO_FADE else 0.55, **raw)
-            axes.plot(*points(smooth, chart), color=color, linewidth=1.9)
-    add_links(axes, next(iter(columns.values())), chart, links or {})
     if chart.log_scale:
         axes.set_yscale("log")
-        log_ticks(axes.yaxis, *axes.get_ylim())
-    else:
-        plain_ticks(axes)
-    iteration_axis(axes, log.index)
-    labels = tuple((chart.series[name], number) for name, number in numbers.items())
-    is_named = len(labels) > 1 or chart.colors
-    return Drawing(chart.title, chart.unit, as_svg(figure, chart.title), labels if is_named else ())
+    iterations = np.concatenate([log.index for log in logs])
+    svg = iteration_chart(axes, iterations.min(), iterations.max(), chart.title)
+    return Drawing(chart.title, chart.unit, svg, legend if len(legend) > 1 or len(logs) > 1 else ())
 
 
-def add_links(axes: Axes, column: pd.Series, chart: Chart, links: dict[int, str]) -> None:
-    """Mark the iterations of `links` on a line by points that lead to their places."""
-    line = smoothed(column) if chart.smooth else None
-    line = (column if line is None else line).dropna()
-    marked = [iteration for iteration in links if iteration in line.index]
-    if marked:
-        dots = axes.scatter(marked, line[marked], s=60, color=SERIES[0], zorder=5, clip_on=False)
-        dots.set_urls([links[iteration] for iteration in marked])
-
-
-def points(column: pd.Series, chart: Chart) -> tuple[pd.Index, pd.Series]:
-    """Iterations and values; values that a logarithmic axis cannot show become gaps."""
-    shown = downsampled(column)
-    return shown.index, shown.where(shown > 0) if chart.log_scale else shown
+def draw_line(axes: Axes, column: pd.Series, color: str, smooth: bool) -> pd.Series:
+    """Draw a metric; returns the moving average if there is one, else the metric."""
+    average = smoothed(column) if smooth else None
+    few = len(column) < FEWEST_WITHOUT_DOTS
+    if average is None:
+        axes.plot(column, color=color, linewidth=1.8, marker="o" if few else "", markersize=3.5)
+        return column
+    alpha = 0.3 if len(column) >= FEWEST_TO_FADE else 0.55
+    axes.plot(column, color=color, linewidth=0.7, alpha=alpha, marker="." if few else "")
+    axes.plot(average, color=color, linewidth=1.9)
+    return average
 
 
 def smoothed(column: pd.Series) -> pd.Series | None:
@@ -118,16 +125,6 @@ def smoothed(column: pd.Series) -> pd.Series | None:
     if len(column) < FEWEST_TO_SMOOTH:
         return None
     return column.rolling(max(3, len(column) // 10 | 1), center=True, min_periods=1).mean()
-
-
-def downsampled(column: pd.Series) -> pd.Series:
-    """`column`, or, if it is long, the minimum and maximum of every range."""
-    if len(column) <= MOST_POINTS:
-        return column
-    stretches = np.array_split(np.arange(len(column)), MOST_POINTS // 2)
-    values = column.to_numpy()
-    kept = {edge for rows in stretches for edge in (rows[values[rows].argmin()], rows[values[rows].argmax()])}
-    return column.iloc[sorted(kept)]
 
 
 def phase_seconds(log: pd.DataFrame) -> pd.DataFrame:
@@ -139,29 +136,28 @@ def phase_seconds(log: pd.DataFrame) -> pd.DataFrame:
     return seconds.loc[:, seconds.sum() > 0]
 
 
-def draw_phases(seconds: pd.DataFrame) -> Drawing | None:
-    """A stacked chart of `phase_seconds`; None if it is empty. The page's table of phases is its legend."""
+@styled
+def draw_phases(log: pd.DataFrame) -> Drawing | None:
+    """A stacked chart of `phase_seconds`, and its table: mean seconds of an iteration and share of the total time, the
+    top of the stack first. None if no phase took time.
+    """
+    seconds = phase_seconds(log)
     if not seconds.size:
         return None
-    figure, axes = new_figure()
-    steps = np.array_split(np.arange(len(seconds)), min(len(seconds), MOST_STEPS))
-    means = np.stack([seconds.to_numpy()[rows].mean(axis=0) for rows in steps])  # [steps, phases]
-    firsts = seconds.index.to_numpy()[[rows[0] for rows in steps]]
-    edges = np.append(firsts, seconds.index[-1] + 1) - 0.5
-    tops = np.cumsum(means, axis=1)
-    for number, phase in enumerate(seconds.columns):
-        below = tops[:, number - 1] if number else np.zeros(len(steps))
-        axes.stairs(tops[:, number], edges, baseline=below, fill=True, color=SERIES[phase_color(phase)])
-    plain_ticks(axes)
-    iteration_axis(axes, seconds.index)
-    return Drawing(PHASES_TITLE, "seconds", as_svg(figure, PHASES_TITLE))
+    steps = np.arange(len(seconds)) * min(len(seconds), MAX_STEPS) // len(seconds)
+    edges = np.append(seconds.index[np.unique(steps, return_index=True)[1]], seconds.index[-1] + 1) - 0.5
+    axes, below = Figure().add_subplot(), 0.0
+    for phase, tops in seconds.groupby(steps).mean().cumsum(axis=1).items():
+        axes.stairs(tops, edges, baseline=below, fill=True, color=SERIES[PHASES.get(phase, OTHER)])
+        below = tops
+    title, shares = "Time of an iteration by phase", 100 * seconds.sum() / seconds.to_numpy().sum()
+    rows = [
+        (p, PHASES.get(p, OTHER), f"{seconds[p].mean():.3f}", f"{shares[p]:.1f} %") for p in reversed(seconds.columns)
+    ]
+    return Drawing(title, "seconds", iteration_chart(axes, seconds.index[0], seconds.index[-1], title), table=rows)
 
 
-def phase_color(phase: str) -> int:
-    """The number of a phase's series colour."""
-    return PHASES.get(phase, OTHER)
-
-
+@styled
 def draw_histogram(title: str, unit: str, histograms: Iterable[Histogram]) -> Drawing | None:
     """The last histogram as an outline over the sum of all, as shares; None if nothing was counted.
 
@@ -173,88 +169,42 @@ def draw_histogram(title: str, unit: str, histograms: Iterable[Histogram]) -> Dr
     if not counted:
         return None
     edges = np.array(counted[-1].edges, dtype=float)
-    summed = np.sum([histogram.counts for histogram in counted], axis=0)
-    all_shares, last_shares = (np.array(counts) / np.sum(counts) for counts in (summed, counted[-1].counts))
-    figure, axes = new_figure()
+    counts = np.array([histogram.counts for histogram in counted], dtype=float)
+    axes = Figure().add_subplot(xlabel=unit)
     if len(edges) > 2 and edges[0] >= 0 and edges[-1] > 100 * edges[1] > 0:
         edges[0] = edges[0] or edges[1] ** 2 / edges[2]
         axes.set_xscale("log")
-        log_ticks(axes.xaxis, edges[0], edges[-1])
-    axes.stairs(all_shares * 100, edges, fill=True, color=SERIES[0], alpha=0.45)
-    axes.stairs(last_shares * 100, edges, color=SERIES[2], linewidth=1.5)
+    axes.stairs(100 * counts.sum(axis=0) / counts.sum(), edges, fill=True, color=SERIES[0], alpha=0.45)
+    axes.stairs(100 * counts[-1] / counts[-1].sum(), edges, color=SERIES[2], linewidth=1.5)
     axes.set_xlim(edges[0], edges[-1])
-    plain_ticks(axes)
-    axes.set_xlabel(unit)
-    return Drawing(title, "% of tokens", as_svg(figure, title), (("all iterations", 0), ("last iteration", 2)))
+    return Drawing(title, "% of tokens", as_svg(axes, title), (("all iterations", 0), ("last iteration", 2)))
 
 
-def draw_spark(column: pd.Series) -> str:
-    """A line without axes for a table, 100 × 20 units: at most 60 points, each a mean."""
-    values = column.dropna().to_numpy(dtype=float)
-    if not len(values):
-        return ""
-    means = np.array([part.mean() for part in np.array_split(values, min(len(values), 60))])
-    span = np.ptp(means) or 1.0
-    points = zip(np.linspace(1, 99, len(means)), 18 - 16 * (means - means.min()) / span, strict=True)
-    path = " ".join(f"{x:.0f},{y:.1f}" for x, y in points)
-    dot = f'<circle cx="50" cy="10" r="2" fill="var({VARIABLES[SERIES[0]]})"/>'
-    line = f'<polyline points="{path}" fill="none" stroke="var({VARIABLES[SERIES[0]]})" stroke-width="1.3"/>'
-    return f'<svg class="spark" viewBox="0 0 100 20" aria-hidden="true">{line if len(means) > 1 else dot}</svg>'
+def iteration_chart(axes: Axes, first: int, last: int, title: str) -> str:
+    """The SVG of a chart over the iterations `first` to `last`."""
+    axes.set(xlabel="iteration", xlim=(first - 0.5, last + 0.5))
+    axes.locator_params("x", nbins=6, integer=True)
+    return as_svg(axes, title)
 
 
-def new_figure() -> tuple[Figure, Axes]:
-    """An empty figure in the page's style."""
-    figure = Figure(figsize=SIZE_INCHES, layout="constrained")
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(GRID)
-    axes.tick_params(colors=GRID, labelcolor=MUTED, labelsize=9, length=3)
-    axes.grid(color=GRID, linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.xaxis.label.set(color=MUTED, fontsize=9)
-    return figure, axes
-
-
-def iteration_axis(axes: Axes, iterations: pd.Index) -> None:
-    """Format the x axis: integer iterations, from the first to the last."""
-    axes.set_xlabel("iteration")
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.set_xlim(iterations[0] - 0.5, iterations[-1] + 0.5)
-
-
-def plain_ticks(axes: Axes) -> None:
-    """Format the y axis: a few values, written in full without a common factor or offset."""
-    axes.yaxis.set_major_locator(MaxNLocator(4))
-    if max(map(abs, axes.get_ylim())) < 1e-3:
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    else:
-        axes.ticklabel_format(axis="y", style="plain", useOffset=False)
-
-
-def log_ticks(axis: Axis, low: float, high: float) -> None:
-    """Format a logarithmic axis: at most five powers of ten."""
-    decades = max(1, int(np.ceil(np.log10(high / low) / 5)))
-    axis.set_major_locator(LogLocator(10.0**decades, numticks=8))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
-    axis.set_minor_locator(LogLocator(10.0, subs=(), numticks=8))
-
-
-def as_svg(figure: Figure, title: str) -> str:
-    """A figure as an SVG element for the page: its text stays text, and size and colours are the page's."""
+def as_svg(axes: Axes, title: str) -> str:
+    """A chart as an SVG element for the page, which sets its size, font and colours."""
+    axes.minorticks_off()
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:,.10g}")  # in full, without a common factor or offset
+    if axes.get_yscale() == "linear":
+        axes.locator_params("y", nbins=5)
     file = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none"}):  # ids stay random: a page holds many figures
-        figure.savefig(file, format="svg", transparent=True)
-    text = file.getvalue()
-    text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text[text.index("<svg") :], flags=re.DOTALL)
-    box = re.findall(r'viewBox="[^"]*"', text)[0]
-    role = "group" if "<a " in text else "img"  # an image has no links for screen readers
-    text = f'<svg {box} role="{role}" aria-label="{html.escape(title)}">{text[text.index(">") + 1 :]}'
-    # The page sets the font, and nothing refers to the ids and styles of groups.
-    text = re.sub(r'<g id="[^"]*"', "<g", text.replace("xlink:href", "href"))
-    text = re.sub(r"<style.*?</style>| font-family:[^;]*;| transform=\"rotate\(-?0 [^\"]*\"", "", text)
+    assert isinstance(axes.figure, Figure)
+    axes.figure.savefig(file, format="svg", transparent=True)
+    box, text = re.findall(r'(?s)<svg[^>]*(viewBox="[^"]*")[^>]*>(.*)', file.getvalue())[0]
+    text = re.sub(
+        r"<metadata>.*?</metadata>|<!--.*?-->|<style.*?</style>| font-family:[^;]*;", "", text, flags=re.DOTALL
+    )
+    text = re.sub(r'<g id="[^"]*"', "<g", text.replace("xlink:href", "href"))  # nothing refers to ids of groups
     text = re.sub(r' (d|x|y|transform)="[^"]*"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match[0]), text)
     text = re.sub(r"\s*\n\s*", " ", text)
     for color, variable in VARIABLES.items():
         text = text.replace(color, f"var({variable})")
-    return text.strip()
+    role = "group" if "<a " in text else "img"  # an image has no links for screen readers
+    return f'<svg {box} role="{role}" aria-label="{html.escape(title)}">{text.strip()}'

@@ -1,14 +1,9 @@
 """The benchmark of ways to hold weights: contenders give equal tokens, and the table has a row for each."""
 
-import json
 import re
-from pathlib import Path
 
 import pytest
 
-from tests.rank_pool import run_script
-
-ROOT = Path(__file__).resolve().parents[2]
 NAMES = (
     "pinned",
     "tensor parallel",
@@ -24,20 +19,15 @@ NAMES = (
 
 
 @pytest.mark.slow
-def test_every_contender_has_a_row(tmp_path):
-    output = tmp_path / "modes.json"
-    flags = f"--shape micro --sequences 2 --prompt_length 4 --new_tokens 3 --rounds 2 --output {output}"
-    done = run_script(["-m", "benchmarks.modes", *flags.split()], 2, timeout_s=300, env={"PYTHONPATH": str(ROOT)})
-    assert done.returncode == 0, done.stdout[-4000:]
-    rows = {name: cells for name, *cells in (line.strip("| ").split(" | ") for line in table_of(done.stdout))}
-    assert tuple(rows) == NAMES, done.stdout[-4000:]
+def test_every_contender_has_a_row(measure):
+    flags = "--shape micro --sequences 2 --prompt_length 4 --new_tokens 3 --rounds 2"
+    printed, result = measure("modes", flags)
+    rows = {name: cells for name, *cells in (line.strip("| ").split(" | ") for line in table_of(printed))}
+    assert tuple(rows) == NAMES, printed[-4000:]
     gathered = {name: int(cells[2]) for name, cells in rows.items() if cells[2] != "–"}
     assert list(gathered) == list(NAMES[:7])
     assert gathered["streaming"] == 3 * gathered["pinned"] or gathered["pinned"] <= 1  # MiB are rounded
-    result = json.loads(output.read_text())
-    assert result["command"].endswith(
-        f"torchrun --nproc_per_node=2 -m benchmarks.modes {flags.partition(' --output')[0]}"
-    )
+    assert result["command"].endswith(f"torchrun --nproc_per_node=2 -m benchmarks.modes {flags}")
     assert all(len(way["switch_s"]) == len(way["rollout_s"]) == 2 for way in result["results"].values())
 
 

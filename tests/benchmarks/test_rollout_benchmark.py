@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks import plot
 from benchmarks.cases import CPU_CASES, Case, EndAtLength, make_model, make_request, prompt_lengths
 from benchmarks.limits import Limits, measure_limits
-from benchmarks.plot import main as plot
+from benchmarks.results import ROOT
 from benchmarks.rollout import Timing, chosen_cases, parse, result
 from benchmarks.vllm_contender import VLLM, VLLMSettings
 
-ROOT = Path(__file__).resolve().parents[2]
-CONTENDERS = ["hybrid", "hf", "hf-continuous"]
+CONTENDERS = ["hybrid", "hf", "zero3-gathered"]
 NATURAL = Case("micro", "f32", prompts=6, prompt_len=8, new_tokens=24, natural=True)
 
 
@@ -75,7 +75,8 @@ def test_the_table_has_every_contender(run):
 
 @pytest.mark.slow
 def test_the_plot_is_drawn(run, tmp_path):
-    plot([str(run[1]), str(run[1]), "--output", str(tmp_path / "rollout.png")])
+    report = json.loads(run[1].read_text())
+    plot.rollouts([report, report]).draw(tmp_path / "rollout.png")
     assert (tmp_path / "rollout.png").read_bytes().startswith(b"\x89PNG")
 
 

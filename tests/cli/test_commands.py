@@ -1,18 +1,22 @@
-"""`hybrid doctor`, `hybrid plan` and `hybrid report`: what they print, and how they exit."""
+"""`hybrid doctor`, `plan`, `serve`, `report` and `replay`: what they print, and how they exit."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
+import urllib.request
 
 import pytest
 from packaging.requirements import Requirement
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
-from hybrid import doctor
-from hybrid.__main__ import app, bytes_of
-from hybrid.doctor import size_text
+from hybrid.__main__ import app
+from hybrid.cli import doctor
+from hybrid.cli.commands import bytes_of
+from hybrid.cli.doctor import size_text
+from tests.rlhf_examples.chat_models import chat_model
 from tests.tiny_models import FAMILIES, VOCABULARY
 
 LLAMA_70B = {
@@ -57,7 +61,7 @@ def written(folder, *arguments: str):
 
 def checked(monkeypatch, *results: doctor.Finding) -> None:
     """The checks of the machine find only `results`: they take seconds and are no part of the test."""
-    monkeypatch.setattr("hybrid.__main__.findings", lambda: iter(results))
+    monkeypatch.setattr("hybrid.cli.commands.findings", lambda: iter(results))
 
 
 def test_a_healthy_machine(machine):
@@ -69,7 +73,7 @@ def test_a_healthy_machine(machine):
 
 
 def test_the_module_runs_alone(machine, tmp_path):
-    command = [sys.executable, "-m", "hybrid.doctor", "--json", str(tmp_path / "doctor.json")]
+    command = [sys.executable, "-m", "hybrid.cli.doctor", "--json", str(tmp_path / "doctor.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "doctor.json").read_text())["ok"] is True
@@ -164,7 +168,7 @@ def test_settings_that_do_not_fit_are_a_problem_though_others_fit(machine, tmp_p
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16, "vocab_size": 1024}
     model = config_of(tmp_path / "model", **sizes)
     flags = [model, "--ranks", 8, "--batch-size", 1, "--prompt-length", 16, "--max-new-tokens", 16]
-    machine.setattr("hybrid.__main__.device_memory_here", lambda *_: 1 << 30)
+    machine.setattr("hybrid.cli.commands.device_memory_here", lambda *_: 1 << 30)
     content = written(tmp_path, *flags)
     memory, plan = content["findings"]["memory"], content["plan"]
     assert memory["status"] == doctor.PROBLEM
@@ -174,7 +178,7 @@ def test_settings_that_do_not_fit_are_a_problem_though_others_fit(machine, tmp_p
     (tmp_path / "ds.json").write_text(json.dumps({"hybrid_engine": {"pin_parameters": "auto"}}))
     content = written(tmp_path, *flags, "--config", tmp_path / "ds.json")
     assert content["findings"]["memory"]["status"] == doctor.OK
-    machine.setattr("hybrid.__main__.device_memory_here", lambda *_: 1 << 20)
+    machine.setattr("hybrid.cli.commands.device_memory_here", lambda *_: 1 << 20)
     for config in ([], ["--config", tmp_path / "ds.json"]):
         assert "nor does any other way" in written(tmp_path, *flags, *config)["findings"]["memory"]["detail"]
 
@@ -217,10 +221,10 @@ def test_a_plan_of_70b_without_a_machine_for_it(machine, tmp_path):
     assert "Rollouts run fused" in result.output
     row = next(line.split() for line in result.output.splitlines() if line.strip().startswith("tensor parallel 8"))
     # 70.55e9 parameters and the adapter's 0.21e9, in MiB of bfloat16: a rank holds 1/16. The snapshot has
-    # an eighth of the merged matrices and of the base's, which are the reference.
+    # an eighth of one copy of the matrices: merged for rollouts, the base's for the reference.
     assert float(row[3]) == pytest.approx(70.76e9 * 2 / 16 / 2**20, rel=0.01)
-    assert float(row[5]) == pytest.approx(2 * 70.76e9 * 2 / 8 / 2**20, rel=0.03)
-    assert '"auto" takes: tensor parallel 8, which decodes 16 of rollout.max_num_seqs=16' in result.output
+    assert float(row[5]) == pytest.approx(70.76e9 * 2 / 8 / 2**20, rel=0.03)
+    assert '"auto" takes: tensor parallel 4, which decodes 16 of rollout.max_num_seqs=16' in result.output
     pinned = next(line for line in result.output.splitlines() if line.strip().startswith("pinned"))
     assert pinned.endswith("too much")
 
@@ -291,3 +295,142 @@ def test_report_hands_its_arguments_on():
     )
     assert done.returncode == 2
     assert "there is no metrics.jsonl in 'no-such-run'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no-such-run", "--step", "3"], "error: RUN: 'no-such-run' given; it has no settings.json"),
+        (["no-such-run"], "error: the following arguments are required: --step"),
+    ],
+)
+def test_replay_hands_its_arguments_on(arguments, message):
+    done = subprocess.run(
+        [sys.executable, "-m", "hybrid", "replay", *arguments], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 2 and done.stderr.startswith(message), done.stderr
+
+
+WRONG_CONFIGS = {
+    "a list": ("[1, 2]", "holds a list; it must be settings by name"),
+    "a text": ('"zero"', "it must be settings by name"),
+    "not JSON": ("{{{", "is not JSON"),
+    "nested": ("[" * 100_000, "is not JSON"),
+    "binary": (b"\xff\xfe\x00", "is not JSON"),
+    "block null": ({"hybrid_engine": None}, "hybrid_engine: None given; it must be a dictionary"),
+    "block a list": ({"hybrid_engine": [1]}, "hybrid_engine: [1] given; it must be a dictionary"),
+    "rollout a text": ({"rollout": "fast"}, "rollout: 'fast' given; it must be a dictionary"),
+    "tokens a text": ({"hybrid_engine": {"max_out_tokens": "many"}}, "hybrid_engine.max_out_tokens: 'many' given"),
+    "tokens null": ({"hybrid_engine": {"max_out_tokens": None}}, "hybrid_engine.max_out_tokens: None given"),
+    "tp a list": ({"hybrid_engine": {"inference_tp_size": [2]}}, "hybrid_engine.inference_tp_size: [2] given"),
+    "zero null": ({"zero_optimization": None}, "zero_optimization: None given; it must be a dictionary"),
+    "zero a text": ({"zero_optimization": "stage 3"}, "zero_optimization: 'stage 3' given"),
+    "stage a word": (
+        {"zero_optimization": {"stage": "three"}},
+        "zero_optimization.stage: 'three' given",
+    ),
+    "stage 7": ({"zero_optimization": {"stage": 7}}, "zero_optimization.stage: 7 given"),
+    "stage null": ({"zero_optimization": {"stage": None}}, "zero_optimization.stage: None given"),
+    "batch size": ({"train_batch_size": "x"}, "train_batch_size: 'x' given; it must be a whole number above 0"),
+    "accumulation": ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0 given"),
+}
+
+
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+@pytest.mark.parametrize("name", WRONG_CONFIGS)
+def test_a_wrong_configuration_is_one_line(machine, tmp_path, command, name):
+    content, words = WRONG_CONFIGS[name]
+    path = tmp_path / "ds.json"
+    if isinstance(content, dict):
+        content = json.dumps(content)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    checked(machine)
+    check_refused(words, command, config_of(tmp_path / "model"), "--config", path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("plan", "{model}", "--config", "{folder}"), "no file at"),
+        (("plan", "{model}", "--config", "x" * 300), "cannot be read: File name too long"),
+        (("plan", "{model}", "--device-memory", "."), "'.' is no size"),
+        (("plan", "{model}", "--device-memory", "9" * 400), "is no size"),
+        (("plan", "{list}"), "Should have a `model_type` key"),
+        (("doctor", "--config", "no.json"), "no file at 'no.json'"),
+        (("doctor", "--json", "{folder}"), "Is a directory; give the path of a file"),
+        (("doctor", "--json", "{folder}/no/such.json"), "No such file or directory; give the path of a file"),
+    ],
+)
+def test_a_wrong_path_is_one_line(machine, tmp_path, arguments, words):
+    (tmp_path / "list").mkdir()
+    (tmp_path / "list" / "config.json").write_text("[1]")
+    places = {"model": config_of(tmp_path / "model"), "folder": tmp_path, "list": tmp_path / "list"}
+    checked(machine)
+    check_refused(words, *(argument.format(**places) for argument in arguments))
+
+
+def check_refused(words: str, *arguments) -> None:
+    """The command ends with status 2 and one line that contains `words`."""
+    result = run(*arguments)
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert isinstance(result.exception, SystemExit)
+    (line,) = result.output.splitlines()
+    assert line.startswith("error: ") and words in line, line
+
+
+def test_doctor_shows_no_secrets(machine, tmp_path):
+    secrets = {
+        "HF_TOKEN": "hf_abcdef",
+        "HF_API_KEY": "key-abc",
+        "TORCH_PASSWORD": "hunter2",
+        "HF_ENDPOINT": "https://me:p@ss@hub.example/x?token=abcd",
+    }
+    for name, value in secrets.items():
+        machine.setenv(name, value)
+    machine.setenv("HF_HUB_OFFLINE", "1")
+    machine.setattr("hybrid.cli.commands.findings", doctor.environment)
+    text = run("doctor", "--json", tmp_path / "doctor.json").output + (tmp_path / "doctor.json").read_text()
+    assert all(text.count(shown) == 2 for shown in ("HF_TOKEN=***", "HF_API_KEY=***", "TORCH_PASSWORD=***"))
+    assert text.count("HF_ENDPOINT=https://***@hub.example/x?token=***") == 2 and text.count("HF_HUB_OFFLINE=1") == 2
+    assert not any(secret in text for secret in ("hf_abcdef", "key-abc", "hunter2", "p@ss", "abcd"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_serve_answers_until_it_is_interrupted(machine, tmp_path, number):
+    pytest.importorskip("fastapi", reason="the extra `server` has it")
+    model = chat_model(tmp_path)
+    command = [sys.executable, "-m", "hybrid", "serve", model, "--port", "0", "--name", "tiny", "--dtype", "float32"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as served:
+        try:
+            line = next(line for line in served.stdout if line.startswith("tiny at "))
+            url = line.split()[2].removesuffix(";")
+            body = json.dumps({"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}).encode()
+            request = urllib.request.Request(f"{url}/chat/completions", body, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                assert 0 < json.load(answer)["usage"]["completion_tokens"] <= 3
+            served.send_signal(number)
+            _, errors = served.communicate(timeout=60)
+        finally:
+            served.kill()
+    assert served.returncode == 0 and "Traceback" not in errors, errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--host", "0.0.0.0"), "host: '0.0.0.0' given without api_key; give api_key=..."),
+        (("--max-model-len", "1"), "Invalid value for '--max-model-len'"),
+        ((), "the directory has no config.json"),
+    ],
+)
+def test_a_wrong_argument_of_serve_is_said(machine, tmp_path, arguments, words):
+    result = run("serve", tmp_path, *arguments)
+    assert result.exit_code == 2 and words in result.output, result.output
+    assert "Traceback" not in result.output
+
+
+def test_help_needs_no_heavy_imports():
+    code = "import sys; sys.argv = ['hybrid', 'serve', '--help']\nfrom hybrid.__main__ import app\n"
+    code += "try: app()\nfinally: assert not {'torch', 'fastapi', 'transformers'} & sys.modules.keys()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "--api-key" in done.stdout, done.stderr

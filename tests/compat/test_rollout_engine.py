@@ -18,7 +18,7 @@ from deepspeed.runtime.rollout import (
 from deepspeed.runtime.rollout.hybrid_engine_rollout import HybridEngineRolloutConfig
 
 import hybrid
-from hybrid.generation.sampler import Seeds
+from hybrid.sampling.sampler import Seeds
 from tests.engines import CollectiveCount, engine_of, settings, storage_digest, train_step
 from tests.marks import slow_but
 from tests.tiny_models import ADAPTERS, prompts, tiny_model, twin

@@ -33,7 +33,9 @@ from transformers import (
 )
 
 import hybrid
+from hybrid.compat import install as drop_in
 from hybrid.compat import trl as integration
+from hybrid.compat import trl_forward
 from rlhf_examples.common.models import small_model
 from rlhf_examples.environments import environment_tokenizer, user
 from tests.compat.test_install import fresh_accelerate_state, quietly, without_rollout_block
@@ -126,7 +128,8 @@ def trainer_of(kind: str, folder: str, hybrid_engine: dict, adapter: str, rollou
 def run_of(engine_class: type, kind: str, folder: str, adapter: str, rollouts: Callable | None, **options) -> dict:
     """A short training: completions, losses, a digest of the weights, and the remaining hooks."""
     enabled = engine_class is hybrid.HybridEngine
-    with fresh_accelerate_state(), hybrid.installed():
+    forward = options.pop("training_forward", None)
+    with fresh_accelerate_state(), hybrid.installed(training_forward=forward):
         block = {"enabled": True} if enabled else {}
         completions, trainer = trainer_of(kind, folder, block, adapter, rollouts, **options)
         with warnings.catch_warnings(record=True) as caught:
@@ -140,7 +143,11 @@ def run_of(engine_class: type, kind: str, folder: str, adapter: str, rollouts: C
         assert len(losses) == STEPS and torch.tensor(losses).isfinite().all()
         if enabled:
             stats = engine.stats()
-            assert engine.weight_version == STEPS and stats["tokens"] > 0, "the engine generated nothing"
+            assert stats["tokens"] > 0, "the engine generated nothing"
+            if forward == "exact" and adapter == "peft":  # the reference switches the adapter off and on
+                assert engine.weight_version >= STEPS
+            else:
+                assert engine.weight_version == STEPS
             assert trainer.args.gradient_checkpointing, "TRL's default, whose hook on the embedding is for training"
             assert {row["container"] for row in engine.coverage()} == {os.environ.get(CONTAINERS, "fused")}
             require_reason(engine, caught, beams="num_beams" in options.get("generation_kwargs", {}))
@@ -216,6 +223,69 @@ NO_GATHER, DEFAULT, ROLLOUT_FUNC = {"ds3_gather_for_generation": False}, {}, {"r
 @pytest.mark.parametrize("adapter", ["none", pytest.param("peft", marks=pytest.mark.slow)])
 def test_grpo_trains_bit_identically_to_trl_alone(ranks, tmp_path, adapter):
     ranks.run(check_trains_alike, "grpo", adapter, str(tmp_path), [NO_GATHER, DEFAULT, ROLLOUT_FUNC], beta=0.1)
+
+
+def check_training_forward(kind: str, adapter: str, folder: str, forward: str) -> None:
+    """At every step logprobs and entropies by `engine.logps` are those of TRL's own method on the same rows."""
+    make_model(folder)
+    compared: list[int] = []
+
+    def both(forward: str, original: Callable, trainer, model, *args, **kwargs) -> tuple:
+        actual = trl_forward.logps_by(forward, original, trainer, model, *args, **kwargs)
+        with torch.no_grad():
+            expected = original(trainer, model, *args, **kwargs)
+        for values, wanted in zip(actual, expected, strict=True):
+            if wanted is not None:
+                torch.testing.assert_close(values.detach(), wanted, atol=2e-5, rtol=1e-4)
+        compared.append(model is trainer.ref_model)
+        return actual
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hybrid.compat.install.logps_by", both)
+        options = {"beta": 0.1, "training_forward": forward, **NO_GATHER}
+        run_of(hybrid.HybridEngine, kind, folder, adapter, None, **options)
+    assert compared.count(False) >= STEPS and (adapter == "peft" or compared.count(True) >= STEPS), compared
+
+
+@needs_trl
+@pytest.mark.parametrize(
+    ("kind", "adapter", "forward"),
+    slow_but(
+        [("grpo", "none", "packed")],
+        [
+            ("grpo", "none", "packed"),
+            ("grpo", "peft", "packed"),
+            ("grpo", "none", "exact"),
+            ("rloo", "none", "packed"),
+            ("rloo", "peft", "exact"),
+        ],
+    ),
+)
+def test_trl_trains_by_engine_logps(ranks, tmp_path, kind, adapter, forward):
+    ranks.run(check_training_forward, kind, adapter, str(tmp_path), forward)
+
+
+@needs_trl
+def test_another_training_forward_is_refused():
+    with pytest.raises(ValueError, match="training_forward: 'padded' given; it must be one of 'model', 'packed'"):
+        hybrid.install(training_forward="padded")
+    with pytest.raises(ValueError, match="training_forward: 'padded' given"):
+        hybrid.installed(training_forward="padded").__enter__()
+
+
+@needs_trl
+def test_an_inner_block_ends_with_the_outer_forward():
+    def forwards() -> set[str]:
+        return {patch.build.args[0] for patch in drop_in.TRAINERS.values()}
+
+    with hybrid.installed(training_forward="packed"):
+        with hybrid.installed(training_forward="exact"):
+            assert forwards() == {"exact"}
+        assert forwards() == {"packed"}
+        with hybrid.installed():
+            assert forwards() == {"packed"}
+        assert all(patch.is_active for patch in drop_in.TRAINERS.values())
+    assert not any(patch.is_active for patch in drop_in.TRAINERS.values())
 
 
 def check_beams(folder: str) -> None:

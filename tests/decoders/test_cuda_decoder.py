@@ -14,21 +14,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
 
 from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch
-from hybrid.decoders.bound_weights import BoundWeights
 from hybrid.decoders.cuda_decoder import CudaDecoder, ShardedCudaDecoder
+from hybrid.decoders.decoder_weights import DecoderWeights
 from hybrid.kernels.host_group import on_host
 from hybrid.kernels.kv_addresses import kv_addresses
 from hybrid.kernels.triton_attention import decode_attention
 from hybrid.models.reader import read_decoder
-from hybrid.parallel import InferenceGroup
+from hybrid.runtime.parallel import InferenceGroup
 from hybrid.weights.slices import Shard
 from tests.decoders.test_self_check import self_check_reason
 from tests.decoders.test_sharded_decoder import Slices
-from tests.decoders.test_torch_decoder import VARIANTS, average, distance, own_weights
+from tests.decoders.test_torch_decoder import VARIANTS as EVERY_VARIANT
+from tests.decoders.test_torch_decoder import average, distance, own_weights
 from tests.decoders.test_unmerged_lora import fused_of
 from tests.kernels import interpreter_bfloat16
-from tests.marks import slow_but
-from tests.tiny_models import ALL_FAMILIES, VOCABULARY, tiny_model, with_peft
+from tests.marks import skip_with_old_transformers, slow_but
+from tests.tiny_models import ALL_FAMILIES as EVERY_FAMILY
+from tests.tiny_models import CROSSED, OF_FAMILY, VOCABULARY, WITHOUT_TRITON, tiny_model, with_peft
 
 interpreter_bfloat16.install()
 
@@ -38,9 +40,15 @@ QUICK = (
     "gemma2",
     "bloom",
 )
+# Latent attention has no kernels for GPUs.
+ALL_FAMILIES = {family: sizes for family, sizes in EVERY_FAMILY.items() if family not in WITHOUT_TRITON}
+VARIANTS = {name: variant for name, variant in EVERY_VARIANT.items() if variant[0] not in WITHOUT_TRITON}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+# Of float32 logits. Sums in another order: 1 to 4e-7 measured in the interpreter; a device's exp2, log2 and reciprocals
+# are approximations (ex2, lg2 and rcp.approx in PTX).
+TOLERANCE = 1e-5 if DEVICE == "cuda" else 2e-6
 PROMPTS = (31, 3, 1)  # tokens; the first sequence crosses the end of its block during decode
 NEW = 2
 slow = partial(pytest.param, marks=pytest.mark.slow)  # these take seconds in the interpreter
@@ -55,11 +63,13 @@ def eager_capture(run: Callable[[], None]) -> Callable[[], None]:
 def small(variant: str, **changes) -> torch.nn.Module:
     """A model of two layers."""
     family, settings = VARIANTS[variant]
+    skip_with_old_transformers(family)
     layers = {"bloom": "n_layer", "gpt2": "n_layer", "gptj": "n_layer"}.get(family, "num_hidden_layers")
     settings = {**settings, layers: 2, **changes}
-    if family == "gemma3_text":
-        settings["layer_types"] = ["sliding_attention", "full_attention"]
-    if family == "smollm3":
+    for name in ("layer_types", "mlp_layer_types"):
+        if types := {**OF_FAMILY[family], **settings}.get(name):
+            settings[name] = types[-2:]
+    if family in ("smollm3", "llama4_text"):
         settings["no_rope_layers"] = [1, 0]
     return tiny_model(family, **settings).to(DEVICE).eval()
 
@@ -136,7 +146,7 @@ def test_logits_equal_hugging_face(variant):
     model = small(variant)
     ids = sequences(tuple(length + NEW + 1 for length in PROMPTS))
     actual = Decoding(cuda_decoder(model, max_capture_size=4), ids).every_logit()
-    assert distance(actual, hugging_face(model, ids)) < 2e-6  # sums in another order: 1 to 4e-7 measured
+    assert distance(actual, hugging_face(model, ids)) < TOLERANCE
 
 
 @pytest.mark.slow
@@ -147,7 +157,7 @@ def test_unmerged_lora_matches_peft(variant):
     ids = sequences(tuple(length + NEW + 1 for length in PROMPTS))
     fused = fused_of(model)
     capture = {} if DEVICE == "cuda" else {"capture": eager_capture}
-    weights = BoundWeights(fused.layout, fused.snapshot, adapters=True)
+    weights = DecoderWeights(fused.layout, fused.snapshot, adapters=True)
     reads = {"lora_deltas": weights.lora_deltas, **capture}
     decoder = CudaDecoder(read_decoder(model), weights.tensor, torch.float32, 4, **reads)
     for change in ("none", "step", "scale"):
@@ -158,7 +168,7 @@ def test_unmerged_lora_matches_peft(variant):
             adapted.wrapper.scaling["default"] *= 0.5 if change == "scale" else 1.0
         decoder.bind()
         assert (len(decoder.graphs) > 0) == (change == "step")
-        assert distance(Decoding(decoder, ids).every_logit(), hugging_face(model, ids)) < 2e-6
+        assert distance(Decoding(decoder, ids).every_logit(), hugging_face(model, ids)) < TOLERANCE
 
 
 @pytest.mark.parametrize("variant", slow_but(["bloom"], [*QUICK, "phi3, rope on half a head", "mixtral"]))
@@ -183,12 +193,12 @@ class CountedLaunches(TorchDispatchMode):
 
 
 # Norm, queries keys and values, rope, attention, its projection, norm, up, activation, down. Parallel layers add the
-# outputs of attention and MLP.
-LAUNCHES = {"gpt_neox": 10, "gptj": 9, "falcon": 9, "phi": 9}
+# outputs of attention and MLP. Ministral 3 scales its queries.
+LAUNCHES = {"gpt_neox": 10, "gptj": 9, "falcon": 9, "phi": 9, "ministral3": 10}
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts launches of interpreted kernels")
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", slow_but(CROSSED, ALL_FAMILIES))
 def test_a_dense_layer_takes_nine_launches(family, monkeypatch):
     """In decode steps; of products with biases each is one, which cuBLASLt adds."""
     decoder = cuda_decoder(small(family))
@@ -219,7 +229,7 @@ def check_slices(variant: str) -> None:
     parts = Decoding(decoder, ids).every_logit()
     assert len(decoder.graphs) and decoder.vocabulary.width < VOCABULARY
     actual = [decoder.vocabulary.whole(rows) for rows in parts]
-    assert distance(actual, hugging_face(model, ids)) < 2e-6
+    assert distance(actual, hugging_face(model, ids)) < TOLERANCE
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="two ranks of one device cannot exchange by NCCL")
@@ -272,7 +282,7 @@ def test_a_replay_reads_the_blocks_that_it_is_given():
 
 @pytest.mark.slow
 def test_sequences_longer_than_reserved_get_longer_tables_and_new_graphs(monkeypatch):
-    monkeypatch.setattr("hybrid.decoders.cuda_decoder.LEAST_TOKENS", BLOCK_SIZE)
+    monkeypatch.setattr("hybrid.decoders.cuda_decoder.MIN_TOKENS", BLOCK_SIZE)
     decoder = cuda_decoder(small("bloom"), max_capture_size=2)
     decoder.reserve(BLOCK_SIZE)
     short, long = Decoding(decoder, sequences((4,))), Decoding(decoder, sequences((BLOCK_SIZE + 2,)))

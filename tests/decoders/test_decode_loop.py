@@ -16,25 +16,29 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
 
 from hybrid.config import SpeculationConfig
-from hybrid.decoders.batch import KVWeights
+from hybrid.decoders.batch import KVWeights, PackedBatch
 from hybrid.decoders.cuda_decoder import CudaDecoder
 from hybrid.decoders.decode_state import DecodeState
 from hybrid.generation.block_pool import BlockPool
 from hybrid.generation.completions import Completions
-from hybrid.generation.draws import TokenDraws
 from hybrid.generation.request import Request
-from hybrid.generation.sampler import SamplingMetadata, stream_keys
 from hybrid.generation.scheduler import Scheduler
 from hybrid.generation.scoring import score_packed
 from hybrid.generation.speculation import Speculator
+from hybrid.kernels.cuda_graph import capture_sizes
 from hybrid.models.reader import read_decoder
-from tests.decoders.test_cuda_decoder import DEVICE, Decoding, cuda_decoder, sequences, small
-from tests.decoders.test_torch_decoder import VARIANTS, own_weights
+from hybrid.sampling.params import RowParams
+from hybrid.sampling.sampler import stream_keys
+from hybrid.sampling.state import SamplingState
+from tests.decoders.test_cuda_decoder import DEVICE, VARIANTS, Decoding, checked_model, cuda_decoder, sequences, small
+from tests.decoders.test_self_check import self_check_reason
+from tests.decoders.test_torch_decoder import own_weights
 from tests.device_ops import DeviceOps, RecordedCapture
-from tests.engine.test_speculation import forced
 from tests.generation.test_scheduler import request_of
 from tests.marks import slow_but
+from tests.sampling_params import params_of
 from tests.tiny_models import VOCABULARY
+from tests.training.test_speculation import forced
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu has the real capture")
 NEW = 7
@@ -42,11 +46,11 @@ NEW = 7
 OUTSIDE = 10
 DENSE = [variant for variant in VARIANTS if "moe" not in variant and "mixtral" not in variant]
 SETTINGS = {
-    "greedy": SamplingMetadata(0),
-    "plain": SamplingMetadata(0.8),
-    "truncated": SamplingMetadata(1.3, top_k=12, top_p=0.9, min_p=0.01),
-    "penalized": SamplingMetadata(0.9, repetition_penalty=1.6, min_new_tokens=4),
-    "greedy, penalized": SamplingMetadata(0, repetition_penalty=1.6, min_new_tokens=4),
+    "greedy": params_of(0),
+    "plain": params_of(0.8),
+    "truncated": params_of(1.3, top_k=12, top_p=0.9, min_p=0.01),
+    "penalized": params_of(0.9, repetition_penalty=1.6, min_new_tokens=4),
+    "greedy, penalized": params_of(0, repetition_penalty=1.6, min_new_tokens=4),
 }
 
 
@@ -73,8 +77,7 @@ def request(sampling: str, rows: int = 4) -> Request:
     prompts = [torch.randint(1, VOCABULARY, ((7, 31, 3)[row % 3],), generator=generator) for row in range(rows)]
     keys = stream_keys(0, torch.arange(rows), torch.zeros(rows, dtype=torch.long))
     metadata = SETTINGS[sampling]
-    settings = {"max_new_tokens": NEW, "sampling_metadata": metadata, "sampling_keys": keys}
-    settings["logprob_temperature"] = metadata.temperature or 1.0
+    settings = {"max_new_tokens": NEW, "sampling_params": metadata, "sampling_keys": keys}
     made = request_of(prompts, stop_token_ids=torch.arange(0, VOCABULARY, 8), **settings)
     return replace(made, limits=torch.arange(rows) % 3 + NEW - 2, pad_token_id=1)
 
@@ -94,7 +97,7 @@ def require_equal(actual: Completions, expected: Completions) -> None:
     assert torch.equal(actual.lengths, expected.lengths)
     for name in ("sampling_logps", "old_logps", "raw_logps"):
         torch.testing.assert_close(getattr(actual, name), getattr(expected, name), rtol=0, atol=2e-6)
-    assert actual.outcomes == expected.outcomes
+    assert actual.sequences == expected.sequences
 
 
 @pytest.mark.parametrize("max_num_seqs", slow_but([3], [3, 4]))  # 3: rows wait for others to end
@@ -115,15 +118,16 @@ def test_the_loop_gives_what_single_steps_give(sampling, max_num_seqs, monkeypat
     assert graphed.graphs.capture.replays > 2 * captured
 
 
-@pytest.mark.parametrize("sampling", slow_but(["penalized"], SETTINGS))
+@pytest.mark.parametrize("sampling", slow_but(["plain"], SETTINGS))
 def test_verified_drafts_give_what_single_steps_give(sampling, monkeypatch):
-    """In graphs, with waiting rows, ends and limits inside drafts; penalties count the tokens of a draft."""
+    """In graphs, with waiting rows, ends and limits inside drafts; with a repetition penalty nothing is drafted."""
     plain, speculating = (decoder_of(one_layer(), 8, monkeypatch) for _ in range(2))
     expected, speculator = completions_of(request(sampling), plain, 3, 4), Speculator(SpeculationConfig(max_draft=3))
     for _ in range(2):  # then the history has the whole text
         with forced():
             require_equal(completions_of(request(sampling), speculating, 3, 4, speculator=speculator), expected)
-    assert speculator.counters.accepted > 3
+    drafted, accepted, _ = speculator.taken_counters()
+    assert accepted > 3 if SETTINGS[sampling].repetition_penalty == 1.0 else not drafted
 
 
 def test_rows_that_reach_their_limits_have_not_stopped_where_padding_is_a_stop_token(monkeypatch):
@@ -191,17 +195,61 @@ def test_steps_that_cannot_be_captured_run_without_graphs_and_warn_once(monkeypa
 
     decoder = CudaDecoder(read_decoder(model), own_weights, model.dtype, 4, capture)
     decoder.bind()
-    with pytest.warns(UserWarning, match="without CUDA graphs, which is slower.*operation not permitted") as caught:
+    with pytest.warns(UserWarning, match="slower.*operation not permitted.*when the process ends") as caught:
         actual = completions_of(request("plain"), decoder, 4, 4)
     assert len([warning for warning in caught if "CUDA graphs" in str(warning.message)]) == 1
     assert len(captures) == 2 and recorded.replays == 1
+    assert decoder.eager_reason == "a decode step cannot be captured: operation not permitted when stream is capturing"
     require_equal(actual, completions_of(request("plain"), decoder_of(model, 0, monkeypatch), 4, 4))
+
+
+def test_the_self_check_and_rollouts_of_all_sizes_share_one_state_and_its_graphs(monkeypatch):
+    """Where the state was dropped, so were the check's graphs, and torch refused the next capture into their pool."""
+    model = checked_model()
+    decoder = decoder_of(model, 8, monkeypatch)
+    assert self_check_reason(decoder, model) == ""
+    state = decoder.state
+    completions_of(request("plain", rows=5), decoder, 5, 4)
+    assert decoder.state is state and decoder.eager_reason == ""
+    assert decoder.graphs.capture.captured == len(decoder.graphs), "a graph was captured twice"
+
+
+def test_dropped_graphs_are_captured_again(monkeypatch):
+    """Longer sequences need longer tables, at other addresses."""
+    decoder = decoder_of(one_layer(), 4, monkeypatch)
+    completions_of(request("plain"), decoder, 4, 4)
+    captured = decoder.graphs.capture.captured
+    decoder.reserve(2 * decoder.positions)
+    assert not len(decoder.graphs)
+    completions_of(request("plain"), decoder, 4, 4)
+    assert decoder.eager_reason == "" and decoder.graphs.capture.captured == 2 * captured
+
+
+def test_every_size_of_a_long_rollout_is_captured_once(monkeypatch):
+    """Rows end one by one from 256 to none, twice, under two kinds of sampling settings."""
+    captured: list[Callable] = []
+    capture = lambda run: captured.append(run) or (lambda: None)  # noqa: E731
+    model = one_layer()
+    decoder = CudaDecoder(read_decoder(model), own_weights, model.dtype, 256, capture)
+    decoder.bind()
+    kv, counts = decoder.kv(2), []
+    for _ in range(2):
+        for sampling in ("plain", "truncated"):
+            for rows in range(256, 0, -1):
+                ones = torch.ones(rows, dtype=torch.int64)
+                draws = SamplingState(ones, ones, ones, torch.tensor([0]), 0, RowParams.of(SETTINGS[sampling]))
+                tables = torch.ones(rows, 1, dtype=torch.int32)
+                batch = PackedBatch(ones, ones.int(), torch.arange(rows + 1).int(), ones.int(), tables)
+                decoder.decode_steps(batch, kv, draws, 1)
+            counts.append(len(captured))
+    sizes = len(capture_sizes(256))
+    assert counts == [2 * sizes, 3 * sizes, 3 * sizes, 3 * sizes]
 
 
 def test_a_step_outside_of_the_graphs_launches_next_to_nothing_and_never_waits(monkeypatch):
     """Five launches a step are allowed; loading the batch costs a dozen for all steps together."""
     decoder, pool, steps = decoder_of(one_layer(), 4, monkeypatch), BlockPool(32), NEW - 1
-    endless = replace(request("plain"), stop_token_ids=torch.tensor([-1]), limits=None)
+    endless = replace(request("plain"), stop_token_ids=torch.tensor([-1]), limits=torch.full((4,), NEW))
     completions_of(endless, decoder, 4, steps, pool)  # captures
     ops, replays, own = DeviceOps(), Counter(), CudaDecoder.decode_steps
 
@@ -248,8 +296,8 @@ def test_a_layer_of_a_decode_step_launches_at_most_ten_kernels(variant, monkeypa
 def test_drawing_takes_three_launches_and_never_waits_for_the_device(sampling, monkeypatch):
     drawn = request(sampling)
     keys, token_ids = drawn.sampling_keys, drawn.prompt_ids if SETTINGS[sampling].repetition_penalty > 1 else None
-    stops, metadata = drawn.stop_token_ids, drawn.sampling_metadata
-    draws = TokenDraws(keys, torch.zeros_like(keys), drawn.limits_of_rows(), stops, 0, metadata, token_ids)
+    stops, params = drawn.stop_token_ids, drawn.row_params()
+    draws = SamplingState(keys, torch.zeros_like(keys), drawn.limits, stops, 0, params, token_ids)
     state = DecodeState(8, 64, VOCABULARY, torch.device(DEVICE))
     state.load_draws(draws)
     ops = launches_in(lambda: state.draw(draws, 4), monkeypatch)
@@ -263,8 +311,9 @@ def test_the_plan_counts_the_loops_tensors(rows, monkeypatch):
     decoding = Decoding(decoder, sequences((5,) * rows))
     decoding.run([0] * rows, [2] * rows)
     decoding.decode([2] * rows)
-    pool = decoder.activation_bytes(decoder.state.capacity) + decoder.state.logits.nbytes
+    size = next(size for size in capture_sizes(64) if size >= rows)
+    pool = decoder.activation_bytes(size) + decoder.state.logits[:size].nbytes
     assert decoder.loop_bytes(rows, 5) == decoder.state.nbytes + pool
-    assert rows <= decoder.state.capacity <= rows + 8
+    assert decoder.state.capacity == 64, "the largest step with a graph"
     monkeypatch.setattr(CudaDecoder, "_num_logits", 151_936)
     assert decoder.loop_bytes(rows, 5) > 2 * 4 * 151_936 * rows

@@ -6,14 +6,14 @@ and computes by a formula (`tests/fake_flashinfer.py`). The package itself has n
 
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
 
-from hybrid.build import attention_refusals
-from hybrid.config import RolloutConfig, refuse
+from hybrid.config import RolloutConfig, check_settings
 from hybrid.decoders.attention_choice import attention_settings, choose_attention
 from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch
 from hybrid.decoders.cuda_decoder import CudaDecoder
@@ -25,6 +25,7 @@ from hybrid.kernels.kv_addresses import layer_kv
 from hybrid.kernels.triton_attention import TritonAttention
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.reader import read_decoder
+from hybrid.training.invalid_settings import invalid_attention
 from hybrid.weights.model_weights import read_weights
 from hybrid.weights.snapshot import Snapshot
 from tests import fake_flashinfer
@@ -114,9 +115,9 @@ def test_the_self_check_runs_flashinfer(calls, monkeypatch):
     assert {"prefill", "decode"} == set(calls.ran)
     own = FlashInferAttention.decode
 
-    def without_the_newest(attention, q, kv, batch, window, bias):
+    def without_the_newest(attention, q, kv, batch, *others):
         attention.plan(replace(batch, lengths=(batch.lengths - 1).clamp(min=1)), decoding=True)
-        return own(attention, q, kv, batch, window, bias)
+        return own(attention, q, kv, batch, *others)
 
     monkeypatch.setattr(FlashInferAttention, "decode", without_the_newest)
     reason = self_check_reason(flashinfer_decoder(model), model)
@@ -157,6 +158,7 @@ REASONS = {
     "rounded": ({"softcap": 2.0, "rounded": True}, "rounded as in Hugging Face's eager attention"),
     "float32": ({"dtype": torch.float32}, "not float32"),
     "head_dim": ({"head_dim": 80}, "not 80"),
+    "chunks": ({"windows": (0, -64)}, "chunks of attention"),
 }
 
 
@@ -189,17 +191,15 @@ def test_a_models_settings_are_its_features(family, lack, calls, monkeypatch):
 def test_an_explicit_flashinfer_that_cannot_be_used_is_refused():
     info = ModelInfo(tiny_model("llama"))
     for backend in ("triton", "auto"):
-        refuse(attention_refusals(info, RolloutConfig(attention_backend=backend)))
+        check_settings(invalid_attention(info, RolloutConfig(attention_backend=backend)))
     for more, message in (({}, ".*"), ({"containers": "native"}, "it needs rollout.containers=fused")):
         rollout = RolloutConfig(attention_backend="flashinfer", **more)
         with pytest.raises(ValueError, match=f"rollout.attention_backend: 'flashinfer' given; {message}.*use triton"):
-            refuse(attention_refusals(info, rollout))
+            check_settings(invalid_attention(info, rollout))
     sizes = {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}
     with pytest.raises(ValueError, match="only fused decoders use it, and XGLMForCausalLM has none"):
-        refuse(
-            attention_refusals(
-                ModelInfo(tiny_model("xglm", sizes=sizes)), RolloutConfig(attention_backend="flashinfer")
-            )
+        check_settings(
+            invalid_attention(ModelInfo(tiny_model("xglm", sizes=sizes)), RolloutConfig(attention_backend="flashinfer"))
         )
 
 
@@ -216,3 +216,13 @@ def test_the_description_names_the_attention_and_the_reason(calls, monkeypatch):
     monkeypatch.setattr("hybrid.decoders.attention_choice.flashinfer_reason", lambda *args: "")
     assert described("auto").endswith("attention by FlashInfer")
     assert "by FlashInfer, and by Triton in decode steps (FlashInfer plans" in described("flashinfer", 4)
+
+
+def test_the_description_says_that_a_capture_has_failed(monkeypatch):
+    monkeypatch.setattr("hybrid.decoders.fused_model.kernels_for", lambda *args: "Triton")
+    info = ModelInfo(tiny_model("llama"))
+    fused = FusedModel(info, Snapshot(read_weights(info, layers_per_group=2)), 4)
+    assert ", decode steps as CUDA graphs, attention by Triton" in fused.description
+    fused.bound[True] = SimpleNamespace(decoder=SimpleNamespace(eager_reason="no memory"))
+    assert ", decode steps without CUDA graphs (no memory), attention by Triton" in fused.description
+    assert fused.eager_reason == "no memory" and not fused.has_graphs

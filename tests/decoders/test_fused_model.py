@@ -14,23 +14,23 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.integrations.neftune import activate_neftune
 
-from hybrid.decoders.calls import Calls as Requests
-from hybrid.decoders.containers import FusedContainer, plain_call
+from hybrid.config import HybridEngineConfig, RolloutConfig
 from hybrid.decoders.cpu_decoder import CpuDecoder
 from hybrid.decoders.fused_model import FusedModel
 from hybrid.decoders.self_check import STEPS, require_equal
 from hybrid.decoders.torch_decoder import TorchDecoder
+from hybrid.execution.containers import FusedContainer, plain_call
+from hybrid.execution.executor import Executor as Requests
+from hybrid.execution.generator import Generator
 from hybrid.generation.block_pool import BlockPool
-from hybrid.generation.generator import Generator
-from hybrid.generation.hf_cache import KVCache
-from hybrid.generation.sampler import Seeds
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.structure import Part
-from hybrid.profiling import Profiler
-from hybrid.weights.lend import Window
+from hybrid.runtime.profiling import Profiler
 from hybrid.weights.model_weights import read_weights
 from hybrid.weights.snapshot import Snapshot
-from tests.tiny_models import ALL_FAMILIES, prompts, tiny_model, twin, with_chat_lora, with_peft
+from hybrid.weights.weight_swap import InferenceWindow
+from tests.marks import slow_but
+from tests.tiny_models import ALL_FAMILIES, CROSSED, prompts, tiny_model, twin, with_chat_lora, with_peft
 
 
 @contextlib.contextmanager
@@ -42,21 +42,19 @@ def no_phase(_name: str) -> Iterator[None]:
 class SmallEngine:
     """The engine's treatment of a model in eval mode, without DeepSpeed."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, trusts_forwards: bool = False):
         self.model = model.eval()
         info = ModelInfo(model)
         self.snapshot = Snapshot(read_weights(info, layers_per_group=2))
-        self.window = Window(model, self.snapshot, Profiler("", lambda: None), lends=True, merges=True)
-        self.fused = FusedModel(info, self.snapshot)
+        device = next(model.parameters()).device
+        self.window = InferenceWindow(model, self.snapshot, Profiler("", lambda: None), True, True, device=device)
+        self.fused = FusedModel(info, self.snapshot, trusts_forwards=trusts_forwards)
         self.requests = Requests(self.window, self.fused)
         self.generator = Generator(
-            device=next(model.parameters()).device,
-            profiler=Profiler("miniature", lambda: None),
-            kv_cache=KVCache(32),
-            block_pool=BlockPool(32),
-            seeds=Seeds(),
-            max_num_seqs=100,
-            max_out_tokens=512,
+            Profiler("miniature", lambda: None),
+            BlockPool(32),
+            HybridEngineConfig(max_out_tokens=512),
+            RolloutConfig(kv_step=32, max_num_seqs=100),
         )
         self.generator.attach(info, self.requests, expands=True)
         self.container = FusedContainer(Part("", model, "model"), self.requests)
@@ -144,7 +142,7 @@ def require_fused(engine: SmallEngine, reference: nn.Module, calls: Calls) -> No
     assert calls.taken() == 1
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", slow_but(CROSSED, ALL_FAMILIES))
 def test_every_family_runs_fused(family, calls):
     model = tiny_model(family)
     require_fused(SmallEngine(model), twin(tiny_model(family)), calls)
@@ -192,7 +190,7 @@ def test_a_model_unlike_its_family_runs_natively(change, dtype, calls):
     for module in (model, reference):
         # bfloat16's rounding is some percent of a layer's output
         apply(module, 1.01 if dtype == torch.float32 else 2.0)
-    engine = SmallEngine(model)
+    engine = SmallEngine(model, trusts_forwards=True)
     message = (
         rf"native containers: {where} of the fused container differs from the model's own by \d.*, where \d.* allowed"
     )
@@ -261,7 +259,7 @@ def test_mixed_dtypes_run_natively(calls):
         head.forward = lambda hidden: F.linear(hidden.float(), head.weight)
         return model
 
-    engine = SmallEngine(mixed())
+    engine = SmallEngine(mixed(), trusts_forwards=True)
     with pytest.warns(UserWarning, match=r"a matrix is torch\.float32 where the embedding is torch\.bfloat16"):
         engine.generate(IDS, **REQUEST)
     require_native(engine, mixed(), calls)
@@ -280,7 +278,7 @@ def test_float16_runs_in_the_torch_decoder(calls):
 
 @pytest.mark.parametrize("on", ["the module", "its class"])
 def test_a_forward_replaced_after_the_self_check_is_checked_again(on, calls, monkeypatch):
-    engine = SmallEngine(tiny_model("llama"))
+    engine = SmallEngine(tiny_model("llama"), trusts_forwards=True)
     ids = prompts(1, 5, padded=False)[0]
     engine.generate(ids, max_new_tokens=2)
     assert calls.taken() > 0
@@ -531,7 +529,7 @@ def test_transposed_copies_are_refreshed_for_a_new_version(calls):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", slow_but(CROSSED, ALL_FAMILIES))
 def test_block_bytes_are_an_upper_bound(family, dtype):
     engine = SmallEngine(tiny_model(family, dtype=dtype))
     before = engine.fused.block_bytes()

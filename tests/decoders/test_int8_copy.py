@@ -8,8 +8,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from hybrid.decoders.bound_weights import BoundWeights
 from hybrid.decoders.cpu_decoder import CpuDecoder
+from hybrid.decoders.decoder_weights import DecoderWeights
 from hybrid.decoders.int8_decoder import Int8Decoder
 from hybrid.kernels.cpu_library import cpu_library
 from hybrid.models.model_info import ModelInfo
@@ -23,7 +23,7 @@ from tests.marks import slow_but
 from tests.tiny_models import tiny_model, with_peft
 
 pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
-from hybrid.decoders.int8_cuda_decoder import Int8CudaDecoder
+from hybrid.decoders.cuda_decoder import Int8CudaDecoder
 from tests.decoders.test_cuda_decoder import DEVICE, NEW, PROMPTS, Decoding, eager_capture, hugging_face, sequences
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -40,7 +40,7 @@ def copy_of(model: torch.nn.Module, joins: bool = True) -> Int8Copy:
 
 def decoder_over(copy: Int8Copy, kind: str, max_capture_size: int = 0):
     """A bound decoder over a copy."""
-    weights = BoundWeights(copy.layout, copy, adapters=True)
+    weights = DecoderWeights(copy.layout, copy, adapters=True)
     more = {
         "triton": {"max_capture_size": max_capture_size, **({} if DEVICE == "cuda" else {"capture": eager_capture})},
         "cpu": {"library": cpu_library()},
@@ -107,7 +107,7 @@ def test_adapters_are_merged_in_float32_and_rounded_once():
 def test_a_tied_head_is_read_in_place_and_not_quantized():
     model = tiny_model("llama", tie_word_embeddings=True).to(DEVICE)
     copy = copy_of(model)
-    weights = BoundWeights(copy.layout, copy, adapters=True)
+    weights = DecoderWeights(copy.layout, copy, adapters=True)
     assert weights.tensor(copy.layout.outer["head.weight"]) is model.model.embed_tokens.weight
     assert {tensor.dtype for tensor in copy.holders.parameters()} == {torch.int8}
     matrices = sum(param.numel() for name, param in model.named_parameters() if "_proj" in name)

@@ -13,7 +13,7 @@ from hybrid.generation.request import Request
 from hybrid.kernels.host_group import on_host
 from hybrid.kernels.triton_experts import record_experts
 from hybrid.models.reader import read_decoder
-from hybrid.parallel import InferenceGroup
+from hybrid.runtime.parallel import InferenceGroup
 from hybrid.weights.slices import Shard
 from tests.decoders.test_cuda_decoder import DEVICE, eager_capture, small
 from tests.decoders.test_router_indices import FAMILIES, completions_of, request, require_hugging_faces
@@ -31,8 +31,12 @@ def short_request() -> Request:
 
 
 def two_layers(family: str) -> torch.nn.Module:
-    """Of Qwen3-MoE's the second one has experts."""
-    return small(family, **({"mlp_only_layers": [0]} if family == "qwen3_moe" else {}))
+    """Of Qwen3-MoE's the second one has experts. With all of its drawn correction, dots.1 never chooses one of them."""
+    model = small(family, **({"mlp_only_layers": [0]} if family == "qwen3_moe" else {}))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.mul_(0.5)
+    return model
 
 
 @pytest.mark.parametrize("family", slow_but(["qwen3_moe"], FAMILIES))

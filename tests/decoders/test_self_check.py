@@ -27,7 +27,7 @@ from hybrid.weights.int8 import in_int8
 from tests.decoders.test_torch_decoder import own_weights
 from tests.engines import engine_of, settings
 from tests.marks import slow_but
-from tests.tiny_models import ALL_FAMILIES, prompts, tiny_model, twin
+from tests.tiny_models import ALL_FAMILIES, CROSSED, prompts, tiny_model, twin
 
 CHANNEL, MASSIVE = 5, 1000.0
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -247,13 +247,13 @@ def test_wrong_decode_attention_is_rejected(kind, wrong, monkeypatch):
 def wrong_cpu_steps(own: Callable, wrong: str) -> Callable:
     """CpuDecoder._run whose decode steps read zeros, or the blocks of other sequences."""
 
-    def run(self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV | None, first: int, last: int):
+    def run(self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV | None, *more):
         if kv is not None and len(batch.ids) == len(batch.lengths) > 1:
             if wrong == "zeros":
                 kv = PagedKV(kv.keys, [torch.zeros_like(values) for values in kv.values])
             else:
                 batch = dataclasses.replace(batch, block_tables=batch.block_tables.flip(0).contiguous())
-        return own(self, hidden, batch, kv, first, last)
+        return own(self, hidden, batch, kv, *more)
 
     return run
 
@@ -311,7 +311,8 @@ def test_checked_contexts_are_longer_than_a_block_and_a_split():
     for block in (BLOCK_SIZE, 256):
         decoder.context_block = block
         lengths = self_check.checked_lengths(decoder)
-        sequences = self_check.Sequences(lengths, 97, torch.device("cpu"))
+        sequences = self_check.Sequences(lengths, 97, torch.device("cpu"), torch.tensor([5, 0]))
+        assert not torch.isin(torch.cat(sequences.ids), torch.tensor([5, 0])).any(), "placeholders of images"
         assert [len(step.batch.ids) for step in sequences.steps] == [3, 1, 2, 3]
         for step in sequences.steps:
             assert len(set(step.batch.lengths.tolist())) == len(step.batch.ids)
@@ -325,7 +326,7 @@ def test_checked_contexts_are_longer_than_a_block_and_a_split():
         )
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", slow_but(CROSSED, ALL_FAMILIES))
 def test_the_self_check_computes_logits_of_few_tokens(family):
     """At a real size logits of all tokens would take gigabytes."""
     model = tiny_model(family).eval()

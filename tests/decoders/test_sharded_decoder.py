@@ -11,12 +11,12 @@ import torch
 from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, packed
 from hybrid.decoders.cpu_decoder import CpuDecoder
 from hybrid.decoders.tp_decoder import ShardedDecoder
-from hybrid.decoders.vocabulary import whole_logits
 from hybrid.kernels.cpu_library import cpu_library
 from hybrid.kernels.host_group import HostGroup
 from hybrid.models.reader import read_decoder
 from hybrid.models.spec import DecoderLayout, ParamRef
-from hybrid.parallel import InferenceGroup
+from hybrid.runtime.parallel import InferenceGroup
+from hybrid.sampling.vocabulary import whole_logits
 from hybrid.weights.lora import LowRank
 from hybrid.weights.slices import WHOLE, Shard, shard_spec, sizes_that_fit, slices_of
 from tests.decoders.test_cpu_decoder import threads
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 class Slices:
-    """A rank's slices of a model without adapters, as BoundWeights gives them."""
+    """A rank's slices of a model without adapters, as DecoderWeights gives them."""
 
     def __init__(self, layout: DecoderLayout, shard: Shard, experts: Shard = WHOLE):
         self.layout, self.slices, self.copies = layout, slices_of(layout, shard, experts), {}
@@ -100,7 +100,10 @@ def layout_of(variant: str, dtype: torch.dtype = torch.float32) -> DecoderLayout
     return read_decoder(tiny_model(family, dtype=dtype, **changes).eval())
 
 
-QUICK = ("llama", "olmo2", "gpt2", "opt", "bloom", "gptj", "falcon, new", "gemma2", "mixtral", "phi3")
+QUICK = (
+    *("llama", "olmo2", "gpt2", "opt", "bloom", "gptj", "falcon, new", "gemma2", "mixtral", "phi3"),
+    *("gpt_oss", "glm4_moe", "deepseek_v3"),
+)
 
 
 @pytest.mark.parametrize("variant", slow_but(QUICK, VARIANTS))
@@ -163,7 +166,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_with_any_number_of_threads(var
     assert torch.equal(sliced[0], on_every_rank(host_groups(2), lambda g: logits_of(cpu_decoder(layout, g)))[0])
 
 
-@pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe, weights not normalised"])
+@pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe, weights not normalised", "gpt_oss", "qwen2_moe"])
 @pytest.mark.parametrize(("tensor_size", "size"), [(1, 2), (1, 4), (2, 4)])
 def test_experts_divided_over_ranks_give_the_logits_of_whole_weights(variant, tensor_size, size):
     """The rest of the model is whole on every rank, or sliced over neighbouring ranks."""

@@ -13,13 +13,14 @@ import torch.distributed as dist
 
 from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, packed
 from hybrid.decoders.cpu_decoder import CpuDecoder
-from hybrid.decoders.drafts import SEPARATOR, Drafting, GrowingText, Span, VerifiedTokens
+from hybrid.decoders.drafts import SEPARATOR, Drafting, GrowingText, VerifiedTokens, verify_steps
 from hybrid.decoders.streamed_decoder import StreamedDecoder
 from hybrid.decoders.torch_decoder import TorchDecoder, WholeDecoder
-from hybrid.generation.draws import TokenDraws
-from hybrid.generation.sampler import SamplingMetadata, sample_tokens, stream_keys
 from hybrid.kernels.cpu_library import built, cpu_library, opened
 from hybrid.models.reader import read_decoder
+from hybrid.sampling.params import RowParams, SamplingParams
+from hybrid.sampling.sampler import sample_tokens, stream_keys
+from hybrid.sampling.state import SamplingState
 from tests.decoders import test_sharded_decoder, test_torch_decoder, test_unmerged_lora
 from tests.decoders.test_cpu_decoder import decoder_of, threads
 from tests.decoders.test_int8_copy import copy_of, decoder_over
@@ -28,14 +29,15 @@ from tests.engines import engine_of, settings
 from tests.host_groups import host_groups, on_every_rank
 from tests.kernels.test_cpu_bfloat16 import BUILDS
 from tests.marks import slow_but
+from tests.sampling_params import params_of
 from tests.tiny_models import VOCABULARY, tiny_model
 
 pytestmark = pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler here")
 CPU = torch.device("cpu")
 SAMPLING = {
-    "greedy": SamplingMetadata(0),
-    "plain": SamplingMetadata(0.8),
-    "truncated": SamplingMetadata(1.3, top_k=12, top_p=0.9, min_p=0.01),
+    "greedy": params_of(0),
+    "plain": params_of(0.8),
+    "truncated": params_of(1.3, top_k=12, top_p=0.9, min_p=0.01),
 }
 LENGTHS = (30, 5, 1, 33)  # of prompts: rows cross the ends of blocks while they decode
 NEW = 24
@@ -47,7 +49,7 @@ class Task:
 
     prompts: list[torch.Tensor]
     limits: list[int]
-    sampling: SamplingMetadata
+    sampling: SamplingParams
     stops: torch.Tensor
 
     @property
@@ -93,7 +95,7 @@ class Decode:
         batch = packed(prompts, [0] * len(rows), task.blocks, self.device)
         logits = decoder.logits(decoder.forward(batch, self.kv)[batch.cu_seqlens[1:].long() - 1])
         self.tokens: list[list[int]] = [[] for _ in rows]
-        self.logps: list[list[Span]] = [[] for _ in rows]
+        self.logps: list[list[torch.Tensor]] = [[] for _ in rows]
         self.add(rows.tolist(), logits)
 
     def add(self, rows: list[int], logits: torch.Tensor) -> None:
@@ -117,12 +119,18 @@ class Decode:
         at = [len(self.task.prompts[row]) + len(self.tokens[row]) - 1 for row in rows]
         return packed(latest, at, [self.task.blocks[row] for row in rows], self.device)
 
-    def draws(self, rows: list[int]) -> TokenDraws:
+    def draws(self, rows: list[int]) -> SamplingState:
         positions = torch.tensor([len(self.tokens[row]) for row in rows], device=self.device)
         limits = torch.tensor([self.task.limits[row] for row in rows], device=self.device)
         stops = self.task.stops.to(self.device)
-        return TokenDraws(
-            self.keys[rows], positions, limits, stops, 0, self.task.sampling, vocabulary=self.decoder.vocabulary
+        return SamplingState(
+            self.keys[rows],
+            positions,
+            limits,
+            stops,
+            0,
+            RowParams.of(self.task.sampling),
+            vocabulary=self.decoder.vocabulary,
         )
 
     def completions(self) -> list[Completion]:
@@ -143,87 +151,95 @@ def single_steps(decoder: WholeDecoder, task: Task) -> list[Completion]:
 
 @dataclass
 class Counted:
-    """What verification did.  steps: of all rows together."""
+    """Counts of verification.  steps: of all rows together."""
 
     drafted: int = 0
     accepted: int = 0
-    drafts: int = 0
-    rejected: int = 0
     steps: int = 0
 
     def add(self, verified: VerifiedTokens) -> None:
-        counts = verified.counts
-        self.drafted += sum(counts.drafted)
-        self.accepted += sum(counts.accepted)
-        self.rejected += sum(counts.rejected)
-        self.drafts += sum(counts.drafts)
-        self.steps += len(verified.step_tokens)
-        assert len(verified.step_seconds) == len(verified.step_tokens)
-        # Each forward has the latest token of every row, and the drafts.
-        rows = len(counts.tokens)
-        assert sum(verified.step_tokens) == rows * len(verified.step_tokens) + sum(counts.drafted)
+        assert [verified.sequences.tolist().count(index) for index in range(len(verified.counts))] == verified.counts
+        self.drafted += verified.drafted
+        self.accepted += verified.accepted
+        self.steps += verified.steps
 
 
-Corpora = Callable[[Task, list[Completion]], list[list[Span]]]
+Corpora = Callable[[Task, list[Completion]], list[list[torch.Tensor]]]
 
 
 @torch.no_grad()
 def verified_steps(
-    decoder: WholeDecoder, task: Task, others: list[list[Span]], most: list[int], steps: int = 4
+    decoder: WholeDecoder, task: Task, others: list[list[torch.Tensor]], most: list[int], steps: int = 4
 ) -> tuple[list[Completion], Counted]:
     """Verification steps, up to `steps` in a call.  others, most: of each row, as Drafting's."""
     decode, counted = Decode(decoder, task), Counted()
     pairs = zip(task.prompts, decode.tokens, task.limits, strict=True)
     own = [GrowingText.of(torch.tensor(ids.tolist() + tokens), limit) for ids, tokens, limit in pairs]
     while rows := decode.running():
-        drafting = Drafting([own[r] for r in rows], [others[r] for r in rows], [most[r] for r in rows], 2)
-        verified = decoder.verify_steps(decode.batch(rows), decode.kv, decode.draws(rows), drafting, steps)
+        drafting = drafting_of([own[r] for r in rows], [others[r] for r in rows], [most[r] for r in rows])
+        verified = verify_steps(decoder, decode.batch(rows), decode.kv, decode.draws(rows), drafting, steps)
         counted.add(verified)
-        for index, (row, count) in enumerate(zip(rows, verified.counts.tokens, strict=True)):
-            decode.tokens[row] += verified.tokens[:count, index].tolist()
-            decode.logps[row] += verified.logps[:, :count, index].cpu().unbind(1)
-            text = own[row].span().tokens().tolist()
+        for index, row in enumerate(rows):
+            new = verified.sequences == index
+            assert verified.offsets[new].tolist() == list(range(verified.counts[index]))
+            decode.tokens[row] += verified.tokens[new].tolist()
+            decode.logps[row] += verified.logps[:, new].cpu().unbind(1)
+            text = own[row].since().tolist()
             assert text == task.prompts[row].tolist() + decode.tokens[row], "the own text is not what was drawn"
-        assert len(verified.step_tokens) == steps or decode.running() != rows, "it ended before a row did"
+        assert verified.steps == steps or decode.running() != rows, "it ended before a row did"
     return decode.completions(), counted
 
 
-def span_of(tokens: list[int]) -> Span:
-    return GrowingText.of(torch.tensor(tokens)).span()
+def drafting_of(own: list[GrowingText], others: list[list[torch.Tensor]], lengths: list[int]) -> Drafting:
+    """Drafts of these lengths, whatever was accepted."""
+    drafting = Drafting(own, others, lengths, max(lengths), 2)
+    drafting.lengths = Constant(lengths)
+    return drafting
+
+
+class Constant(list):
+    """A list that keeps its entries."""
+
+    def __setitem__(self, index, value):
+        pass
+
+
+def text_of(tokens: list[int]) -> torch.Tensor:
+    return torch.tensor(tokens, dtype=torch.int32)
 
 
 def whole(task: Task, expected: list[Completion], row: int) -> list[int]:
     return task.prompts[row].tolist() + expected[row].tokens
 
 
-def right(task: Task, expected: list[Completion]) -> list[list[Span]]:
+def right(task: Task, expected: list[Completion]) -> list[list[torch.Tensor]]:
     """Each row's whole text."""
-    return [[span_of(whole(task, expected, row))] for row in range(len(expected))]
+    return [[text_of(whole(task, expected, row))] for row in range(len(expected))]
 
 
 def followed_by(wrong: Callable[[int], int]) -> Corpora:
     """After every 16 tokens of a row's text, tokens that are not the next ones. Of equally long matches the latest is
     of the right place."""
 
-    def corpora(task: Task, expected: list[Completion]) -> list[list[Span]]:
+    def corpora(task: Task, expected: list[Completion]) -> list[list[torch.Tensor]]:
         texts = []
         for row in range(len(expected)):
             ids, text = whole(task, expected, row), []
             for at in reversed(range(1, len(ids))):
                 text += [*ids[max(0, at - 16) : at], *map(wrong, ids[at : at + 6]), SEPARATOR]
-            texts.append([span_of(text)])
+            texts.append([text_of(text)])
         return texts
 
     return corpora
 
 
-def half(task: Task, expected: list[Completion]) -> list[list[Span]]:
+def half(task: Task, expected: list[Completion]) -> list[list[torch.Tensor]]:
     """Each row's text with every fifth new token replaced, in a text of its own."""
     texts = []
     for row, completion in enumerate(expected):
         changed = [(t + 1) % VOCABULARY if i % 5 == 4 else t for i, t in enumerate(completion.tokens)]
         ids = whole(task, expected, row)
-        texts.append([span_of(task.prompts[row].tolist() + changed), span_of(ids[-9:])])
+        texts.append([text_of(task.prompts[row].tolist() + changed), text_of(ids[-9:])])
     return texts
 
 
@@ -300,11 +316,11 @@ def test_rejected_tokens_are_never_read_again():
     """The keys and values of rejected drafts are NaN: they lie behind every row's end, until they are written again."""
     decoder, task = decoder_of(tiny_model("mistral")), task_of("plain")
     expected = single_steps(decoder, task)
-    others, own = followed_by(lambda token: 3 + (token - 2) % (VOCABULARY - 3))(task, expected), CpuDecoder.verify_steps
+    others, own = followed_by(lambda token: 3 + (token - 2) % (VOCABULARY - 3))(task, expected), verify_steps
 
-    def poisoned(self, batch, kv, draws, drafting, steps):
-        verified = own(self, batch, kv, draws, drafting, steps)
-        ends = (batch.positions + torch.tensor(verified.counts.tokens)).tolist()
+    def poisoned(decoder, batch, kv, draws, drafting, steps):
+        verified = own(decoder, batch, kv, draws, drafting, steps)
+        ends = (batch.positions + torch.tensor(verified.counts)).tolist()
         for table, end in zip(batch.block_tables, ends, strict=True):
             for position in range(end, min(end + 8, len(table) * BLOCK_SIZE)):
                 block, offset = int(table[position // BLOCK_SIZE]), position % BLOCK_SIZE
@@ -313,7 +329,7 @@ def test_rejected_tokens_are_never_read_again():
         return verified
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CpuDecoder, "verify_steps", poisoned)
+        patch.setattr(f"{__name__}.verify_steps", poisoned)
         actual, counted = verified_steps(decoder, task, others, [7] * 4, steps=1)
     require_equal_bits(actual, expected)
     assert counted.drafted > 100 > 10 > counted.accepted
@@ -345,7 +361,7 @@ def test_any_number_of_threads(count):
 def test_every_build_of_the_kernels(build, dtype, monkeypatch):
     """Single steps draw with the same build: the sums of a draw depend on its number of lanes."""
     library = opened(built(BUILDS[build]))
-    monkeypatch.setattr("hybrid.generation.sampler.cpu_library", lambda: library)
+    monkeypatch.setattr("hybrid.sampling.sampler.cpu_library", lambda: library)
     model = tiny_model("llama", dtype=dtype, head_dim=40).eval()
     assert check(decoder_of(model, dtype, library=library), task_of()).accepted
 
@@ -372,24 +388,8 @@ def test_ranks_with_slices_draw_the_same_tokens(sampling, family):
     assert actual[0][1] == actual[1][1] and actual[0][1].accepted
 
 
-def test_the_loop_of_other_decoders_equals_that_of_the_kernels():
-    """In Python, over the same kernels: the same drafts, forwards and counts, to the bit."""
-    decoder, task = decoder_of(tiny_model("llama")), task_of("plain", stops=3)
-    corpora = half(task, single_steps(decoder, task))
-    in_kernel = verified_steps(decoder, task, corpora, DRAFTS)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CpuDecoder, "samples_in_kernel", False)
-        in_python = verified_steps(decoder, task, corpora, DRAFTS)
-    require_equal_bits(in_python[0], in_kernel[0])
-    assert in_python[1] == in_kernel[1]
-
-
-@pytest.mark.parametrize("library", [True, False])
-def test_the_decoder_in_torch_operations(library, monkeypatch):
-    """Also on machines without a C++ compiler. Its sums depend on the batch: tokens are equal, logprobs nearly."""
-    if not library:
-        for module in ("hybrid.kernels.cpu_library", "hybrid.generation.sampler"):
-            monkeypatch.setattr(f"{module}.cpu_library", lambda: None)
+def test_the_decoder_in_torch_operations():
+    """Its sums depend on the batch: tokens are equal, logprobs nearly."""
     decoder, task = test_torch_decoder.decoder_of(tiny_model("llama").eval()), task_of("plain", stops=3)
     assert type(decoder) is TorchDecoder
     expected = single_steps(decoder, task)
@@ -406,9 +406,9 @@ def test_ids_outside_of_the_embedding_raise():
     decode.tokens[0][-1] = VOCABULARY
     texts = [GrowingText(100) for _ in LENGTHS]
     rows = list(range(len(LENGTHS)))
-    drafting = Drafting(texts, [[] for _ in rows], [1] * len(rows), 2)
+    drafting = Drafting(texts, [[] for _ in rows], [1] * len(rows), 1, 2)
     with pytest.raises(IndexError, match=f"embedding has rows for 0 to {VOCABULARY - 1}"):
-        decoder.verify_steps(decode.batch(rows), decode.kv, decode.draws(rows), drafting, 1)
+        verify_steps(decoder, decode.batch(rows), decode.kv, decode.draws(rows), drafting, 1)
 
 
 def test_the_decoder_on_triton_kernels_verifies_in_graphs():
@@ -436,7 +436,7 @@ def check_streaming() -> None:
     engine = engine_of(model, settings(3, hybrid_engine={"pin_parameters": False}))
     task = task_of("plain", LENGTHS[rank:], new=7 + 6 * rank, stops=2)
     with engine.inference():
-        decoder = engine._fused.decoder(False, 64)
+        decoder = engine._runtime.fused.decoder(False, 64)
         assert isinstance(decoder, StreamedDecoder)
         expected = single_steps(decoder, task)
         actual, counted = verified_steps(decoder, task, half(task, expected), DRAFTS)

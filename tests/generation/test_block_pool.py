@@ -222,3 +222,51 @@ def test_reserve_call_is_bounded_by_the_limit_and_by_free_memory():
     growth = block_pool.kv.growth_bytes
     block_pool.allocate(1)  # more than was free when the call began
     assert block_pool.peak_bytes == block_pool.nbytes() + growth
+
+
+def states_of(slots: int) -> dict[int, tuple[torch.Tensor, ...]]:
+    """The recurrent states of a layer, its content undefined."""
+    return {3: (torch.full((slots, 2, 4), torch.nan), torch.full((slots, 5), torch.nan))}
+
+
+SLOT_BYTES = 4 * (2 * 4 + 5)
+
+
+def test_recurrent_states_have_slots_that_are_copied_and_grow():
+    block_pool = BlockPool(BLOCK_SIZE)
+    block_pool.begin_call(Maker(), make_states=states_of)
+    block_pool.reserve_states(2)
+    block_pool.reserve_call(3)
+    slots = block_pool.allocate_states(2)
+    assert sorted(slots) == [0, 1] and block_pool.kv.states[3][0].shape[0] == 2
+    for tensor in block_pool.kv.states[3]:
+        tensor[slots[0]], tensor[slots[1]] = 7.0, 8.0
+    more = block_pool.allocate_states(3)
+    assert len({*slots, *more}) == 5
+    block_pool.copy_states(slots[0], more[:2])
+    block_pool.allocate(20)  # the blocks grow
+    for tensor in block_pool.kv.states[3]:
+        assert [tensor[slot].unique().tolist() for slot in (*slots, *more[:2])] == [[7.0], [8.0], [7.0], [7.0]]
+    assert block_pool.nbytes() == block_pool.capacity * BLOCK_BYTES + block_pool.num_slots * SLOT_BYTES
+    block_pool.free_states(more)
+    assert sorted(block_pool.allocate_states(3)) == sorted(more)
+    block_pool.begin_call(Maker(), make_states=states_of)
+    assert len(set(block_pool.allocate_states(5))) == 5, "slots of the call before are free"
+
+
+def test_recurrent_states_count_in_the_limit_and_turn_the_prefix_cache_off():
+    limit = 9 * SLOT_BYTES + 10 * BLOCK_BYTES
+    block_pool = BlockPool(BLOCK_SIZE, limit)
+    block_pool.begin_call(Maker(), make_states=states_of)
+    assert block_pool.num_seqs_within_limit(2 * BLOCK_SIZE, 100) == limit // (2 * SLOT_BYTES + 2 * BLOCK_BYTES)
+    block_pool.reserve_states(9)
+    block_pool.reserve_call(100)
+    assert (block_pool.limit, block_pool.nbytes()) == (9, limit)
+    block_pool.begin_call(Maker(), make_states=states_of)
+    block_pool.reserve_states(2)  # fewer: their bytes are for blocks
+    assert block_pool.limit == (limit - 2 * SLOT_BYTES) // BLOCK_BYTES - 1
+    ids = torch.arange(2 * BLOCK_SIZE)
+    block_pool.insert(ids, block_pool.allocate(2))
+    assert block_pool.reuse(ids) == ([], 0) and block_pool.same_blocks(ids) == []
+    with pytest.raises(ValueError, match="may need"):
+        block_pool.require_room([10 * BLOCK_SIZE - 1], BLOCK_BYTES, SLOT_BYTES)

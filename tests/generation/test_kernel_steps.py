@@ -10,21 +10,22 @@ from hybrid.decoders.cpu_decoder import CpuDecoder
 from hybrid.generation.block_pool import BlockPool
 from hybrid.generation.completions import Completions
 from hybrid.generation.request import Request
-from hybrid.generation.sampler import SamplingMetadata, stream_keys
 from hybrid.generation.scheduler import STEPS_IN_KERNEL, Scheduler
 from hybrid.kernels.cpu_library import cpu_library
 from hybrid.models.reader import read_decoder
+from hybrid.sampling.sampler import stream_keys
 from tests.decoders.test_sharded_decoder import cpu_decoder
 from tests.generation.test_scheduler import request_of
 from tests.host_groups import host_groups, on_every_rank
 from tests.marks import slow_but
+from tests.sampling_params import params_of
 from tests.tiny_models import VOCABULARY, tiny_model
 
 pytestmark = pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler here")
 SETTINGS = {
-    "greedy": SamplingMetadata(0),
-    "plain": SamplingMetadata(0.8),
-    "truncated": SamplingMetadata(1.3, top_k=12, top_p=0.9, min_p=0.01),
+    "greedy": params_of(0),
+    "plain": params_of(0.8),
+    "truncated": params_of(1.3, top_k=12, top_p=0.9, min_p=0.01),
 }
 ROWS, NEW = 12, 50
 
@@ -52,7 +53,7 @@ def request(sampling: str) -> Request:
     whole = torch.randint(1, VOCABULARY, (64,), generator=generator)
     prompts = [whole.roll(row // 2)[:length] for row, length in enumerate(lengths)]
     keys = stream_keys(0, torch.arange(ROWS), torch.zeros(ROWS, dtype=torch.long))
-    settings = {"max_new_tokens": NEW, "sampling_metadata": SETTINGS[sampling], "sampling_keys": keys}
+    settings = {"max_new_tokens": NEW, "sampling_params": SETTINGS[sampling], "sampling_keys": keys}
     return request_of(prompts, stop_token_ids=torch.arange(0, VOCABULARY, 8), **settings)
 
 

@@ -7,6 +7,7 @@ from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
 from hybrid.generation import model_runner as rows
 from hybrid.generation.block_pool import BlockPool, blocks_for
 from hybrid.generation.model_runner import BlockTables, ModelRunner
+from hybrid.generation.sequence import Sequence
 
 
 class TableReader:
@@ -27,7 +28,7 @@ def runner_of(lengths: list[int], longest: int) -> tuple[ModelRunner, TableReade
     block_pool.begin_call(decoder.kv)
     block_pool.reserve_call(len(lengths) * blocks_for(longest))
     made = ModelRunner(decoder, block_pool, longest)
-    made.add([block_pool.allocate(blocks_for(length)) for length in lengths], lengths)
+    made.add([Sequence(blocks=block_pool.allocate(blocks_for(length))) for length in lengths], lengths)
     return made, decoder, block_pool
 
 
@@ -37,10 +38,14 @@ def require_block_table(runner: ModelRunner, decoder: TableReader, lengths: list
     assert block_tables.is_contiguous()
     assert block_tables.dtype == torch.int32
     assert decoder.batch.lengths.tolist() == lengths
-    for table, blocks, length in zip(block_tables.tolist(), runner.blocks, lengths, strict=True):
+    for table, blocks, length in zip(
+        block_tables.tolist(), [own.blocks for own in runner.sequences], lengths, strict=True
+    ):
         assert table[: len(blocks)] == blocks
         assert len(blocks) * BLOCK_SIZE >= length
-    assert len({block for blocks in runner.blocks for block in blocks}) == sum(map(len, runner.blocks))
+    assert len({block for own in runner.sequences for block in own.blocks}) == sum(
+        len(own.blocks) for own in runner.sequences
+    )
 
 
 @pytest.mark.parametrize("stride", [1, 3])
@@ -56,10 +61,10 @@ def test_block_tables_list_each_rows_blocks(stride):
             require_block_table(made, decoder, lengths)
         if turn % 7 == 3:
             stay = (torch.rand(len(lengths), generator=generator) > 0.3).nonzero().flatten().tolist()
-            made.keep(stay)
+            made.remove_finished(keep=stay)
             lengths = [lengths[row] for row in stay]
             more = torch.randint(1, 200, (3,), generator=generator).tolist()
-            made.add([block_pool.allocate(blocks_for(length)) for length in more], more)
+            made.add([Sequence(blocks=block_pool.allocate(blocks_for(length))) for length in more], more)
             lengths += more
 
 

@@ -9,7 +9,8 @@ from torch.utils._pytree import tree_leaves
 import hybrid
 from hybrid.generation import scoring
 from hybrid.generation.scoring import FORWARD_TOKENS, LOGIT_ROWS, score_natively, similar
-from tests.tiny_models import ALL_FAMILIES, tiny_model, with_peft
+from tests.marks import slow_but
+from tests.tiny_models import ALL_FAMILIES, CROSSED, tiny_model, with_peft
 
 TEMPERATURE = 0.7
 
@@ -56,7 +57,7 @@ class ForwardCounts:
         self.counts[index] += 1
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", slow_but(CROSSED, ALL_FAMILIES))
 def test_scores_of_every_family_match_hugging_face(family, monkeypatch):
     monkeypatch.setattr(scoring, "LOGIT_ROWS", 9)  # several chunks of each forward
     model = tiny_model(family).eval()
@@ -158,3 +159,15 @@ def test_models_without_logits_to_keep_are_scored(wrapper, monkeypatch):
 def test_forwards_batch_rows_of_similar_length():
     assert similar([3, 100, 5, 90, 4, 2000, 1], most_rows=3, most_tokens=250) == [[5], [1, 3], [2, 4, 0], [6]]
     assert similar([8], 16, 4) == [[0]]
+
+
+def test_a_forward_that_counts_columns_gets_rows_padded_on_the_right():
+    """BART's decoder has learned positions and no `position_ids`: logits of padded rows equal those of rows alone."""
+    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
+    model = tiny_model("bart", sizes={**sizes, "is_encoder_decoder": False}).eval()
+    ids, mask = sequences()
+    logits = hybrid.padded_forward(model)(ids, mask).logits
+    for row, kept in enumerate(mask.bool()):
+        torch.testing.assert_close(logits[row, kept], model(ids[row, kept][None]).logits[0], atol=1e-5, rtol=1e-4)
+    logits[mask.bool()].sum().backward()
+    assert model.get_input_embeddings().weight.grad.abs().sum() > 0

@@ -19,9 +19,11 @@ from hybrid.generation import model_runner as rows
 from hybrid.generation.block_pool import BlockPool, blocks_for
 from hybrid.generation.completions import Completions
 from hybrid.generation.request import Request
-from hybrid.generation.sampler import SamplingMetadata, mixed, sample_tokens_in_torch, shifted, stream_keys
 from hybrid.generation.scheduler import Scheduler
+from hybrid.sampling.params import warpers_of
+from hybrid.sampling.sampler import mixed, sample_tokens_in_torch, shifted, stream_keys
 from tests.marks import slow_but
+from tests.sampling_params import params_of
 
 VOCABULARY, PAD = 23, 0
 ENDS = (2, 7)
@@ -112,14 +114,15 @@ def request_of(prompts: list[torch.Tensor], seed: int = 0, **changes) -> Request
     padded = torch.stack([torch.cat([torch.full((width - len(ids),), PAD), ids]) for ids in prompts])
     settings = {
         "prompt_ids": padded,
+        "groups": torch.arange(len(prompts)),
+        "limits": torch.full((len(prompts),), changes.get("max_new_tokens", 40)),
         "prompt_lengths": [len(ids) for ids in prompts],
         "sampling_keys": stream_keys(seed, torch.arange(len(prompts)), torch.zeros(len(prompts), dtype=torch.long)),
         "max_new_tokens": 40,
         "stop_token_ids": torch.tensor(ENDS),
         "pad_token_id": PAD,
-        "sampling_metadata": SamplingMetadata(temperature=0.9, top_k=20),
+        "sampling_params": params_of(temperature=0.9, top_k=20),
         "processors": None,
-        "logprob_temperature": 0.9,
     }
     return Request(**{**settings, **changes})
 
@@ -155,13 +158,13 @@ def expected(request: Request) -> Completions:
     rows_of = [decode_alone(request, row) for row in range(len(request.prompt_ids))]
     tokens = torch.full((len(rows_of), request.max_new_tokens), request.pad_token_id)
     sampling, old, raw = torch.zeros(3, *tokens.shape)
-    greedy = request.sampling_metadata.temperature == 0
+    greedy = request.sampling_params.temperature == 0
     for row, made in enumerate(rows_of):
         for column, (token, logits, scores) in enumerate(made):
             tokens[row, column] = token
-            drawn_from = scores if greedy else request.sampling_metadata.warpers()(None, scores)[0]
+            drawn_from = scores if greedy else warpers_of(request.sampling_params)(None, scores)[0]
             sampling[row, column] = drawn_from.log_softmax(-1).flatten()[token]
-            old[row, column] = (logits / request.logprob_temperature).log_softmax(-1)[token]
+            old[row, column] = (logits / (request.sampling_params.temperature or 1.0)).log_softmax(-1)[token]
             raw[row, column] = logits.log_softmax(-1)[token]
     return Completions(tokens, torch.tensor([len(made) for made in rows_of]), sampling, old, raw)
 
@@ -179,7 +182,7 @@ def decode_alone(request: Request, row: int) -> list[tuple[int, torch.Tensor, to
         position = torch.tensor([len(made)])
         token = int(
             sample_tokens_in_torch(
-                scores, request.sampling_keys[row : row + 1], position, request.sampling_metadata
+                scores, request.sampling_keys[row : row + 1], position, request.sampling_params
             ).tokens
         )
         made.append((token, logits[0], scores))
@@ -339,9 +342,7 @@ def test_rows_of_one_prompt_have_their_own_sampling_keys():
 
 
 def test_greedy_rows_of_one_prompt_are_equal():
-    request = request_of(
-        [OVER_A_BLOCK, SHORT] * 3, sampling_metadata=SamplingMetadata(temperature=0), logprob_temperature=1.0
-    )
+    request = request_of([OVER_A_BLOCK, SHORT] * 3, sampling_params=params_of(temperature=0))
     actual, _, _ = run_scheduler(request, max_num_seqs=4, num_scheduler_steps=5)
     require_same(actual, expected(request))
     assert torch.equal(actual.tokens[::2], actual.tokens[:1].expand(3, -1))

@@ -12,14 +12,25 @@ pytest.importorskip("triton", reason="triton is not installed; it comes with tor
 from hybrid.decoders.batch import PackedBatch
 from hybrid.decoders.cuda_decoder import CudaDecoder
 from hybrid.decoders.torch_decoder import TorchDecoder
-from hybrid.generation.draws import TokenDraws
-from hybrid.generation.sampler import SamplingMetadata, sample_tokens_in_torch, stream_keys
-from hybrid.kernels.triton_sampling import SamplingFeatures, sample, sampling_features, sampling_values
+from hybrid.kernels.triton_sampling import SamplingFeatures, sample, sampling_features, values_of_rows
 from hybrid.models.reader import read_decoder
-from tests.decoders.test_cuda_decoder import DEVICE, Decoding, cuda_decoder, hugging_face, sequences, small
-from tests.decoders.test_torch_decoder import VARIANTS, average, distance, own_weights
+from hybrid.sampling.params import RowParams
+from hybrid.sampling.sampler import sample_tokens_in_torch, stream_keys
+from hybrid.sampling.state import SamplingState
+from tests.decoders.test_cuda_decoder import (
+    ALL_FAMILIES,
+    DEVICE,
+    VARIANTS,
+    Decoding,
+    cuda_decoder,
+    hugging_face,
+    sequences,
+    small,
+)
+from tests.decoders.test_torch_decoder import average, distance, own_weights
 from tests.engines import engine_of, settings
-from tests.tiny_models import ALL_FAMILIES, tiny_model
+from tests.sampling_params import params_of
+from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (50, 7, 33, 40)  # of whole sequences: four, which fill a captured size
@@ -125,13 +136,13 @@ def test_graphs_share_one_memory_pool():
     assert torch.cuda.memory_reserved() - first <= 2**24
 
 
-def loop_of(decoder: CudaDecoder, rows: int, tokens: int) -> tuple[Decoding, PackedBatch, TokenDraws]:
+def loop_of(decoder: CudaDecoder, rows: int, tokens: int) -> tuple[Decoding, PackedBatch, SamplingState]:
     """Sequences of 40 tokens in blocks with room for more, and how `tokens` more of each are drawn."""
     decoding = Decoding(decoder, sequences((40 + tokens,) * rows))
     decoding.run([0] * rows, [39] * rows)
     keys = stream_keys(3, torch.arange(rows), torch.zeros(rows, dtype=torch.long)).to(DEVICE)
     limits, stops = torch.full_like(keys, tokens), torch.tensor([2], device=DEVICE)
-    draws = TokenDraws(keys, torch.zeros_like(keys), limits, stops, 0, SamplingMetadata(0.8, top_k=20))
+    draws = SamplingState(keys, torch.zeros_like(keys), limits, stops, 0, RowParams.of(params_of(0.8, top_k=20)))
     return decoding, decoding.batch([(39, 40)] * rows), draws
 
 
@@ -166,14 +177,14 @@ def test_the_loops_memory_is_as_planned():
 
 
 SETTINGS = {
-    "plain": SamplingMetadata(),
-    "min_p": SamplingMetadata(0.6, min_p=0.1),
-    "greedy": SamplingMetadata(0.0),
-    "top_k": SamplingMetadata(0.8, top_k=50),
-    "top_p": SamplingMetadata(1.0, top_p=0.9),
-    "all truncations": SamplingMetadata(1.2, 50, 0.9, 0.01),
-    "wide top_k": SamplingMetadata(1.0, top_k=5000),
-    "wide top_p": SamplingMetadata(3.0, top_p=0.99),
+    "plain": params_of(),
+    "min_p": params_of(0.6, min_p=0.1),
+    "greedy": params_of(0.0),
+    "top_k": params_of(0.8, top_k=50),
+    "top_p": params_of(1.0, top_p=0.9),
+    "all truncations": params_of(1.2, 50, 0.9, 0.01),
+    "wide top_k": params_of(1.0, top_k=5000),
+    "wide top_p": params_of(3.0, top_p=0.99),
 }
 
 
@@ -190,7 +201,8 @@ def test_sampled_tokens_match_torch_on_the_cpu(setting):
     metadata, is_wide = SETTINGS[setting], setting == "wide top_p"
     logits, keys, positions = rows_to_sample()
     reference = sample_tokens_in_torch(logits, keys, positions, metadata)
-    values, features = sampling_values(metadata, "cuda"), sampling_features(metadata)
+    table = RowParams.of(metadata).table
+    values, features = values_of_rows(table, None, len(keys), "cuda"), sampling_features(table)
     drawn = sample(logits.cuda(), keys.cuda(), positions.cuda(), values, features)
     tokens, *logps = (part.cpu() for part in drawn)
     same = tokens == reference.tokens
@@ -202,16 +214,17 @@ def test_sampled_tokens_match_torch_on_the_cpu(setting):
 
 def test_processed_scores_are_hugging_faces():
     """Repetition penalty and min_new_tokens, before all truncations."""
-    metadata = SamplingMetadata(0.9, 50, 0.9, 0.01, 1.3, 100)
+    metadata = params_of(0.9, 50, 0.9, 0.01, 1.3, 100)
     logits, keys, positions = rows_to_sample(64)
     seen = torch.rand(logits.shape, generator=torch.Generator().manual_seed(1)) < 0.3
     stops = logits[:2].argmax(dim=-1)
     penalized = torch.where(logits < 0, logits * 1.3, logits / 1.3)
     scores = torch.where(seen, penalized, logits)
     scores[(positions < 100)[:, None] & torch.isin(torch.arange(logits.shape[1]), stops)] = -torch.inf
-    reference = sample_tokens_in_torch(scores, keys, positions, SamplingMetadata(0.9, 50, 0.9, 0.01))
-    inputs = (tensor.cuda() for tensor in (logits, keys, positions, sampling_values(metadata, "cpu")))
-    tokens, sampling, *_ = sample(*inputs, sampling_features(metadata), seen.cuda(), stops.cuda())
+    reference = sample_tokens_in_torch(scores, keys, positions, params_of(0.9, 50, 0.9, 0.01))
+    table = RowParams.of(metadata).table
+    inputs = (tensor.cuda() for tensor in (logits, keys, positions, values_of_rows(table, None, len(keys), "cpu")))
+    tokens, sampling, *_ = sample(*inputs, sampling_features(table), seen.cuda(), stops.cuda())
     same = tokens.cpu() == reference.tokens
     assert (~same).sum() <= 1
     torch.testing.assert_close(sampling.cpu()[same], reference.sampling_logps[same], rtol=1e-5, atol=1e-5)
@@ -222,8 +235,12 @@ def test_one_graph_samples_with_all_values_and_never_synchronizes(sync_raises):
     batch equals the row alone, bit for bit."""
     logits, keys, positions = (tensor.cuda() for tensor in rows_to_sample(64))
     features, seen = SamplingFeatures(True, True, True, True, True), logits > 3
-    stops, values = torch.tensor([3, 8], device="cuda"), sampling_values(SamplingMetadata(), "cuda")
-    eager = {name: sampling_values(metadata, "cuda") for name, metadata in SETTINGS.items()}
+    stops, values = (
+        torch.tensor([3, 8], device="cuda"),
+        values_of_rows(RowParams.of(params_of()).table, None, 64, "cuda"),
+    )
+    tables = {name: RowParams.of(params).table for name, params in SETTINGS.items()}
+    eager = {name: values_of_rows(table, None, 64, "cuda") for name, table in tables.items()}
     sample(logits, keys, positions, values, features, seen, stops)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -235,12 +252,12 @@ def test_one_graph_samples_with_all_values_and_never_synchronizes(sync_raises):
         expected = sample(logits, keys, positions, own_values, features, seen, stops)
         sync_raises(False)
         assert all(torch.equal(*pair) for pair in zip(captured, expected, strict=True))
-        last = sample(logits[63:], keys[63:], positions[63:], own_values, features, seen[63:], stops)
+        last = sample(logits[63:], keys[63:], positions[63:], own_values[63:], features, seen[63:], stops)
         assert all(torch.equal(alone[0], part[63]) for alone, part in zip(last, expected, strict=True))
 
 
 def check_switch_on_a_device() -> None:
-    """Like tests/engine/test_memory_modes.py, measured by the device's allocator."""
+    """Like tests/training/test_memory_modes.py, measured by the device's allocator."""
     for block in ({}, {"inference_tp_size": 2}):
         model = tiny_model("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=8)
         block = {"tp_gather_partition_size": 1, **block}
@@ -248,7 +265,7 @@ def check_switch_on_a_device() -> None:
         layer = sum(p.ds_numel * p.element_size() for p in engine.module.model.layers[0].parameters())
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        engine._window.refresh(True)
+        engine._runtime.window.refresh(True)
         held = engine.stats()["snapshot_bytes"]
         rounding = 512 * 2 * sum(1 for _ in engine.module.parameters())  # of the allocator, for every tensor
         assert torch.cuda.memory_allocated() - before <= held + rounding

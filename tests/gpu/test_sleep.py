@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import hybrid
-from tests.engine.test_sleep import CASES, loss_of, nap, rollout
-from tests.engine.test_sleep import engine as engine_with
 from tests.engines import storage_digest
+from tests.execution.test_sleep import CASES, loss_of, nap, rollout
+from tests.execution.test_sleep import engine as engine_with
 from tests.gpu.test_rollouts import device
 from tests.tiny_models import prompts, tiny_model
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig, PreTrainedModel
 
 import hybrid
-from tests.engine.test_native_tensor_parallel import FAMILIES
+from tests.execution.test_native_tensor_parallel import FAMILIES
 from tests.marks import slow_but
 from tests.tiny_models import SIZES, prompts, tiny_model, twin
 
@@ -28,7 +28,6 @@ NAMED = {
 # Models in which no layer is known to be sliceable.
 REPLICATED = {
     "mamba2": {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 8, **SSM},
-    "gpt_oss": {**HYBRID_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
 }
 
 

@@ -15,7 +15,7 @@ import hybrid
 from hybrid.inference.checkpoints import save_mp_checkpoint
 from tests.engines import engine_of, settings, train_step
 from tests.marks import slow_but
-from tests.rank_pool import RankPool
+from tests.rank_pool import pool_of
 from tests.tiny_models import ALL_FAMILIES, NON_DECODERS, prompts, tiny_model, tiny_non_decoder, twin, with_peft
 
 IDS, MASK = prompts(2, 7, padded=True)
@@ -24,7 +24,7 @@ IDS, MASK = prompts(2, 7, padded=True)
 def empty_like(model) -> torch.nn.Module:
     """The same model on the meta device."""
     with torch.device("meta"):
-        return type(model)(model.config)
+        return type(model)._from_config(model.config)  # save_pretrained made its dtype a str, which this reads
 
 
 def load_into(model, checkpoint, **more) -> hybrid.InferenceEngine:
@@ -308,12 +308,7 @@ def check_parts_of_training(folder: str, family: str) -> None:
     assert torch.equal(engine.generate(IDS, **request), reference.generate(IDS, **request))
 
 
-@pytest.fixture(scope="module")
-def training_ranks():
-    """A separate pool of two ranks: DeepSpeed's tensor parallelism changes a process for good."""
-    pool = RankPool(2)
-    yield pool
-    pool.close()
+training_ranks = pool_of(2)  # a separate pool of two ranks: DeepSpeed's tensor parallelism changes a process for good
 
 
 @pytest.mark.parametrize(
@@ -517,6 +512,7 @@ OTHER_JSON = "mine.json"
         (INDEX, b'{"weight_map": {"model.norm.w', "is not JSON"),
         (INDEX, b"\xff\x00\x01", "is not JSON"),
         (INDEX, b"", "is not JSON"),
+        (INDEX, b"[" * 100_000, "is not JSON"),
         (INDEX, b"[1]", "holds a list, not a dictionary"),
         (INDEX, b'{"metadata": {}}', "has no weight_map"),
         (INDEX, b'{"weight_map": ["a"]}', "has no weight_map"),

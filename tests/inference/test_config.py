@@ -39,13 +39,14 @@ def test_keys_aliases_and_defaults_match_deepspeed():
     actual = names(InferenceConfig)
     assert actual.pop("strict", "missing") is None  # of checkpoints; DeepSpeed's loader has it as an argument
     assert actual.pop("speculation", "missing") is None  # ours
+    assert actual.pop("trust_forward", "missing") is None  # ours
     assert actual == expected
     assert names(settings.TensorParallelConfig) == names(DeepSpeedTPConfig)
     assert names(settings.MoEConfig) == names(DeepSpeedMoEConfig)
     blocks = {"dtype", "tensor_parallel", "moe", "quant", "checkpoint_config"}
     for kind, other in ((InferenceConfig, DeepSpeedInferenceConfig), (settings.MoEConfig, DeepSpeedMoEConfig)):
         for name, field in kind.model_fields.items():
-            if name not in blocks and name not in ("strict", "speculation", "enable_cuda_graph"):
+            if name not in blocks and name not in ("strict", "speculation", "trust_forward", "enable_cuda_graph"):
                 assert field.default == other.model_fields[name].default, name
 
 

@@ -16,7 +16,17 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, pipeline
 
 import hybrid
 from hybrid.inference.loader import Cast, cast_model
-from tests.tiny_models import ALL_FAMILIES, NON_DECODERS, prompts, tiny_model, tiny_non_decoder, twin, with_peft
+from tests.marks import slow_but
+from tests.tiny_models import (
+    ALL_FAMILIES,
+    CROSSED,
+    NON_DECODERS,
+    prompts,
+    tiny_model,
+    tiny_non_decoder,
+    twin,
+    with_peft,
+)
 
 IDS, MASK = prompts(3, 7, padded=True)
 
@@ -79,7 +89,7 @@ def test_ep_group_without_an_effect_warns():
 
 
 @pytest.mark.parametrize("inject", [True, False])
-@pytest.mark.parametrize("family", ALL_FAMILIES)
+@pytest.mark.parametrize("family", slow_but(CROSSED, ALL_FAMILIES))
 def test_decoders_match_hugging_face(family, inject):
     model = tiny_model(family)
     reference = twin(model)
@@ -413,6 +423,34 @@ def test_deepspeeds_own_profiling_test_passes(task, use_cuda_events, events):
     assert str(actual)[:60] == str(expected)[:60]
 
 
+@pytest.mark.parametrize(
+    ("task", "dtype"),
+    [(task, dtype) for task in ("fill-mask", "text-generation") for dtype in ("float32", "bfloat16")]
+    + [("text-generation", "int8")],
+)
+def test_device_and_dtype_are_those_of_a_model(task, dtype):
+    """`tok(...).to(engine.device)` works, and an engine is the model of a Hugging Face pipeline from the start."""
+    model = tiny_non_decoder("bert") if task == "fill-mask" else tiny_model("llama").eval()
+    own = twin(model) if dtype == "int8" else twin(model).to(getattr(torch, dtype))
+    reference = word_pipeline(task, own)
+    engine = engine_of(model, dtype=dtype)
+    assert (engine.device, engine.dtype) == (own.device, own.dtype)
+    assert engine.can_generate() == own.can_generate()
+    pipe = pipeline(task, model=engine, tokenizer=reference.tokenizer)
+    assert (pipe.model, pipe.device, pipe.dtype) == (engine, own.device, own.dtype)
+    query, more = (
+        ("I am a [MASK] model", {}) if task == "fill-mask" else ("I am a", {"max_new_tokens": 4, "do_sample": False})
+    )
+    if dtype == "float32":
+        assert str(pipe(query, **more))[:60] == str(reference(query, **more))[:60]
+    ids = reference.tokenizer(query, return_tensors="pt").to(engine.device)
+    assert engine(**ids).logits.dtype == engine.dtype
+
+
+def test_a_model_without_generate_cannot_generate():
+    assert engine_of(torch.nn.Linear(2, 2), kernel_inject=False).can_generate() is False
+
+
 def never_stop(input_ids, scores, **kwargs):
     return torch.zeros(len(input_ids), dtype=torch.bool)
 
@@ -426,3 +464,17 @@ def test_adapters_follow_pefts_switches():
     assert torch.equal(engine.generate(IDS, **request), reference.generate(IDS, **request))
     with model.disable_adapter(), reference.disable_adapter():
         assert torch.equal(engine.generate(IDS, **request), reference.generate(IDS, **request))
+
+
+def test_free_memory_bounds_what_is_reserved_for_keys_and_values(monkeypatch):
+    """Rows that end early fit where their limits do not; the tokens are the same."""
+    ends = list(range(97))
+    settings = {"attention_mask": MASK, "max_new_tokens": 900, "eos_token_id": ends, "do_sample": False}
+    engine = engine_of(tiny_model("llama"), max_out_tokens=1024)
+    expected = engine.generate(IDS, **settings)
+    monkeypatch.setattr("hybrid.inference.engine.free_bytes", lambda: 0)
+    short = engine_of(tiny_model("llama"), max_out_tokens=1024)
+    assert torch.equal(short.generate(IDS, **settings), expected)
+    blocks, of_short = (each._generator.block_pool.peak_bytes for each in (engine, short))
+    assert 0 < of_short < blocks / 2
+    assert torch.equal(*(each.generate(IDS, attention_mask=MASK, max_new_tokens=600) for each in (engine, short)))

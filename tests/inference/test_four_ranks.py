@@ -8,20 +8,16 @@ import torch.distributed as dist
 
 import hybrid
 from hybrid.inference import build
-from tests.engine.test_native_tensor_parallel import FAMILIES
+from tests.execution.test_native_tensor_parallel import FAMILIES
 from tests.inference.test_deepspeed_experts import with_mixtures
 from tests.inference.test_tensor_parallel import check_equal, tp_engine
-from tests.rank_pool import RankPool
+from tests.rank_pool import pool_of
 from tests.tiny_models import prompts, tiny_model, twin
 
 pytestmark = pytest.mark.slow  # starts four processes
 
 
-@pytest.fixture(scope="module")
-def four_ranks():
-    pool = RankPool(4)
-    yield pool
-    pool.close()
+four_ranks = pool_of(4)
 
 
 def all_of(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -47,7 +43,7 @@ def check_seeds() -> None:
     with_plan = tiny_model("cohere", sizes=FAMILIES["cohere"]).eval()
     for model in (tiny_model("llama").eval(), with_plan):
         for tp, groups in (({"tp_size": 2}, neighbours), ({"tp_group": group}, crossed)):
-            engine = tp_engine(twin(model), tp=tp, kernel_inject=True)
+            engine = tp_engine(twin(model), tp=tp, kernel_inject=model is not with_plan)
             for seeds in ([0] * 4, range(4)):
                 torch.manual_seed(seeds[dist.get_rank()])
                 engine._share_seed()  # as for an engine built after seeding

@@ -8,7 +8,15 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import hybrid
-from hybrid.weights.int8 import Int8Linear, dequantized, int8_linear, int8_weights, quantizable, quantized
+from hybrid.weights.int8 import (
+    Int8Linear,
+    dequantized,
+    expert_matrices,
+    int8_linear,
+    int8_weights,
+    quantizable,
+    quantized,
+)
 from tests.marks import slow_but
 from tests.tiny_models import ALL_FAMILIES, NON_DECODERS, prompts, tiny_model, tiny_non_decoder, twin, with_peft
 
@@ -58,9 +66,10 @@ def rounded(model: nn.Module, groups: int, row_parallel: tuple[str, ...] = ()) -
     """
     model = copy.deepcopy(model).eval()
     linear = {f"{name}.weight": module for name, module in quantizable(model).items()}
+    experts = {f"{path}.{name}" for path, module in model.named_modules() for name in expert_matrices(module)}
     with torch.no_grad():
         for name, param in model.named_parameters():
-            if name not in linear and param.dim() != 3:
+            if name not in linear and name not in experts:
                 continue
             transposed = type(linear.get(name)).__name__ == "Conv1D"
             weight = param.T if transposed else param

@@ -2,6 +2,7 @@
 
 python -m tests.kernels.compile_triton 90 128    # attention with heads of 128 for sm_90: a line of JSON a kernel
 python -m tests.kernels.compile_triton 90        # all other kernels
+python -m tests.kernels.compile_triton 0         # all other kernels, arguments only: compiles and prints nothing
 """
 
 import inspect
@@ -43,7 +44,7 @@ INSTRUCTIONS = {
 
 
 def compiling(arch: int):
-    """Replaces a launch: compiles the kernel and prints its name, its case and its resource usage.
+    """Replaces a launch: compiles the kernel and prints its name, its case and its resource usage; arch 0: nothing.
 
     As a launch does, it specializes integers that are 1 and those divisible by 16.
     """
@@ -61,6 +62,8 @@ def compiling(arch: int):
                 signature[param.name] = "i32" if isinstance(value, int) else "fp32"
                 if specialized and value % 16 == 0:
                     hints[index,] = [["tt.divisibility", 16]]
+        if not arch:
+            return
         source = ASTSource(kernel, signature, values, hints)
         options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
         triton.knobs.nvidia.dump_ptxas_log = True
@@ -88,6 +91,7 @@ FEATURES = {
     "plain": {},
     "soft cap": {"softcap": 50.0, "window": 77, "rounded": True},
     "bias": {"bias": True, "rounded": True},
+    "sinks": {"sinks": True, "window": 128},
 }
 
 
@@ -100,6 +104,8 @@ def launch_attention(dtype: torch.dtype, head_dim: int, group: int, feature: str
     workspace, features = triton_attention.split_workspace(group, head_dim, q.device), dict(FEATURES[feature])
     if "bias" in features:
         features["bias"] = torch.empty(2 * group, 4096)
+    if "sinks" in features:
+        features["sinks"] = torch.empty(2 * group, dtype=dtype)
     for splits in (1, 16) if group == 4 else (16,):
         blocks = (lengths, block_tables, workspace)
         triton_attention.decode_attention(q, kv, *blocks, 0.1, **features, splits=splits, arch=arch)
@@ -111,6 +117,7 @@ def launch_all_attention(head_dim: int, arch: int) -> None:
     for group in (1, 4, 7, 8):
         launch_attention(torch.bfloat16, head_dim, group, "plain", arch)
     launch_attention(torch.bfloat16, head_dim, 2, "soft cap", arch)
+    launch_attention(torch.bfloat16, head_dim, 8, "sinks", arch)
     for group in (1, 4):
         launch_attention(torch.bfloat16, head_dim, group, "bias", arch)
     launch_attention(torch.float32, head_dim, 7, "plain", arch)
@@ -137,6 +144,7 @@ def launch_fused(dtype: torch.dtype) -> None:
     for activation in triton_fused.ACTIVATIONS:
         for gated in (False, True):
             triton_fused.activated(x, activation, gated)
+    triton_fused.activated(x, triton_fused.CLAMPED, True, 1.702, 7.0)
 
 
 def launch_experts(dtype: torch.dtype) -> None:
@@ -166,7 +174,7 @@ def launch_sampling() -> None:
     for index, choice in enumerate(itertools.product((False, True), repeat=len(fields(SamplingFeatures)))):
         positions = torch.empty(4, dtype=(torch.int32, torch.int64)[index % 2])
         features = SamplingFeatures(*choice)
-        triton_sampling.sample(logits, keys, positions, torch.empty(6), features, seen, stop_token_ids)
+        triton_sampling.sample(logits, keys, positions, torch.empty(4, 6), features, seen, stop_token_ids)
 
 
 def launch_int8(dtype: torch.dtype) -> None:

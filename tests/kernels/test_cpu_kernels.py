@@ -6,6 +6,7 @@ import os
 import shutil
 import stat
 import subprocess
+import sys
 import threading
 import warnings
 from pathlib import Path
@@ -22,9 +23,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from hybrid.decoders.cpu_decoder import RECURRENT, VECTORS
 from hybrid.generation.request import split_warpers
-from hybrid.generation.sampler import (
-    SamplingMetadata,
+from hybrid.kernels import cpu_library as kernels
+from hybrid.models.spec import JOINED, LAYER_ROLES, OUTER_ROLES, XIELU, DecoderSpec
+from hybrid.sampling.params import SamplingParams
+from hybrid.sampling.sampler import (
     entropy,
     sample_tokens,
     sample_tokens_in_torch,
@@ -33,27 +37,27 @@ from hybrid.generation.sampler import (
     stream_keys,
     uniform,
 )
-from hybrid.kernels import cpu_library as kernels
-from hybrid.models.spec import JOINED, LAYER_ROLES, OUTER_ROLES, DecoderSpec
+from tests.invalid_logits import with_invalid_rows
+from tests.sampling_params import params_of
 
 DRAWERS = {"kernels": sample_tokens, "torch": sample_tokens_in_torch}
 DRAWS = {
-    "greedy": SamplingMetadata(temperature=0),
-    "plain": SamplingMetadata(),
-    "cold": SamplingMetadata(temperature=0.3),
-    "hot": SamplingMetadata(temperature=2.5),
-    "top_k": SamplingMetadata(top_k=7),
-    "top_k of one": SamplingMetadata(temperature=0.5, top_k=1),
-    "top_k over blocks": SamplingMetadata(top_k=60),
-    "top_k over the vocabulary": SamplingMetadata(top_k=10**6),
-    "top_p": SamplingMetadata(top_p=0.7),
-    "top_p, nearly nothing": SamplingMetadata(top_p=1e-6),
-    "top_p, nearly all": SamplingMetadata(top_p=0.9999),
-    "min_p": SamplingMetadata(min_p=0.05),
-    "top_k and top_p": SamplingMetadata(temperature=0.8, top_k=20, top_p=0.8),
-    "top_k and min_p": SamplingMetadata(temperature=1.3, top_k=30, min_p=0.1),
-    "top_p and min_p": SamplingMetadata(temperature=1.7, top_p=0.9, min_p=0.02),
-    "all": SamplingMetadata(temperature=0.7, top_k=40, top_p=0.95, min_p=0.01),
+    "greedy": params_of(temperature=0),
+    "plain": params_of(),
+    "cold": params_of(temperature=0.3),
+    "hot": params_of(temperature=2.5),
+    "top_k": params_of(top_k=7),
+    "top_k of one": params_of(temperature=0.5, top_k=1),
+    "top_k over blocks": params_of(top_k=60),
+    "top_k over the vocabulary": params_of(top_k=10**6),
+    "top_p": params_of(top_p=0.7),
+    "top_p, nearly nothing": params_of(top_p=1e-6),
+    "top_p, nearly all": params_of(top_p=0.9999),
+    "min_p": params_of(min_p=0.05),
+    "top_k and top_p": params_of(temperature=0.8, top_k=20, top_p=0.8),
+    "top_k and min_p": params_of(temperature=1.3, top_k=30, min_p=0.1),
+    "top_p and min_p": params_of(temperature=1.7, top_p=0.9, min_p=0.02),
+    "all": params_of(temperature=0.7, top_k=40, top_p=0.95, min_p=0.01),
 }
 
 
@@ -67,7 +71,7 @@ def random_logits(rows: int, vocabulary: int, seed: int = 0) -> torch.Tensor:
     return logits
 
 
-def warped(logits: torch.Tensor, how: SamplingMetadata) -> torch.Tensor:
+def warped(logits: torch.Tensor, how: SamplingParams) -> torch.Tensor:
     """Logits after Hugging Face's warpers, in `generate`'s order.  float64 [rows, vocab]"""
     steps = [TemperatureLogitsWarper(float(how.temperature))]
     steps += [TopKLogitsWarper(how.top_k)] if how.top_k else []
@@ -145,7 +149,7 @@ def test_all_tokens_tied_at_the_top_k_threshold_are_kept(drawer):
     """As in Hugging Face, which compares with the k-th largest logit; min_p keeps tokens exactly at its threshold."""
     logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0, -1.0] * 40])
     u = (torch.arange(4000) + 0.5).double() / 4000
-    for how in (SamplingMetadata(top_k=41), SamplingMetadata(top_k=40), SamplingMetadata(top_k=41, min_p=0.36)):
+    for how in (params_of(top_k=41), params_of(top_k=40), params_of(top_k=41, min_p=0.36)):
         actual = DRAWERS[drawer](logits.expand(len(u), -1), keys_of(u, 0), torch.zeros(4000, dtype=torch.long), how)
         kept = warped(logits, how)[0] > -torch.inf
         assert set(actual.tokens.tolist()) == set(kept.nonzero().flatten().tolist()), how
@@ -156,7 +160,7 @@ def test_the_largest_of_equal_logits_is_the_first():
     logits[0, [400, 401, 900]] = 1.0
     logits[1, 999] = 1.0
     for draw in DRAWERS.values():
-        assert draw(logits, *torch.zeros(2, 3, dtype=torch.long), SamplingMetadata(temperature=0)).tokens.tolist() == [
+        assert draw(logits, *torch.zeros(2, 3, dtype=torch.long), params_of(temperature=0)).tokens.tolist() == [
             400,
             999,
             0,
@@ -168,7 +172,7 @@ def test_the_kernels_uniform_numbers_match_python(bits):
     """Over 2^k equal logits the token is the first k bits of the uniform number, which is exact in any arithmetic."""
     keys = stream_keys(-7, torch.arange(3000), torch.arange(3000) % 5)
     positions = torch.arange(3000) * 7
-    tokens = sample_tokens(torch.zeros(3000, 2**bits), keys, positions, SamplingMetadata()).tokens
+    tokens = sample_tokens(torch.zeros(3000, 2**bits), keys, positions, params_of()).tokens
     assert torch.equal(tokens, (uniform(keys, positions) * 2**bits).long())
 
 
@@ -193,20 +197,34 @@ def test_a_draw_is_bit_identical_in_every_batch():
             assert all(torch.equal(vars(single)[name], vars(batch)[name][rows]) for name in vars(single))
 
 
+@pytest.mark.parametrize("drawer", DRAWERS)
 @pytest.mark.parametrize("how", DRAWS)
-def test_nan_logits_do_not_affect_other_rows(how):
-    """A policy that has diverged: tokens stay within the vocabulary, and other rows are unchanged."""
-    logits = random_logits(5, 1000)
-    keys, positions = torch.arange(5) * 999, torch.zeros(5, dtype=torch.long)
-    expected = sample_tokens(logits, keys, positions, DRAWS[how])
-    broken = logits.clone()
-    broken[1], broken[3, ::7] = torch.nan, torch.nan
-    actual = sample_tokens(broken, keys, positions, DRAWS[how])
-    assert ((actual.tokens >= 0) & (actual.tokens < 1000)).all()
-    assert actual.sampling_logps[1].isnan()
-    assert actual.old_logps[1].isnan()
-    for row in (0, 2, 4):
-        assert actual.tokens[row] == expected.tokens[row]
+def test_rows_without_a_softmax_get_logprobs_of_nan(how, drawer):
+    """A policy that has diverged: its tokens stay within the vocabulary, and other rows are unchanged to the bit."""
+    for vocabulary in (5, 97, 1000):
+        logits = random_logits(14, vocabulary)
+        logits[0, 1:] = -torch.inf  # masked tokens are valid
+        keys, positions = torch.arange(14) * 999, torch.zeros(14, dtype=torch.long)
+        expected = DRAWERS[drawer](logits, keys, positions, DRAWS[how])
+        broken, invalid = with_invalid_rows(logits)
+        actual = DRAWERS[drawer](broken, keys, positions, DRAWS[how])
+        assert ((actual.tokens >= 0) & (actual.tokens < vocabulary)).all()
+        assert actual.logps()[:, invalid].isnan().all(), actual.logps()[:, invalid]
+        valid = [row for row in range(14) if row not in invalid]
+        assert torch.equal(actual.tokens[valid], expected.tokens[valid])
+        assert torch.equal(actual.logps()[:, valid], expected.logps()[:, valid])
+        assert not expected.logps().isnan().any()
+
+
+def test_scores_of_rows_without_a_softmax_are_nan():
+    logits, invalid = with_invalid_rows(random_logits(14, 1000))
+    targets = torch.full((14,), 333)  # where a row has its +inf
+    for logps, entropies in (
+        score_tokens(logits, targets, 0.7),
+        (selective_log_softmax(logits, targets), entropy(logits)),
+    ):
+        for row in range(14):
+            assert (row in invalid) == bool(logps[row].isnan()) == bool(entropies[row].isnan()), row
 
 
 @pytest.mark.parametrize("temperature", [0.4, 1.0, 3.0])
@@ -226,7 +244,7 @@ def test_logprobs_and_entropies_match_float64(vocabulary, temperature):
         torch.testing.assert_close(entropies_of_kernel.double(), entropies, atol=1e-5, rtol=1e-5)
 
 
-# Hugging Face's processors as a SamplingMetadata
+# Hugging Face's processors as SamplingParams
 
 
 class OwnWarper(TemperatureLogitsWarper):
@@ -242,14 +260,14 @@ def test_trailing_warpers_become_the_draw():
         MinPLogitsWarper(0.1),
     )
     cases = {
-        (): ((), SamplingMetadata()),
-        (temperature,): ((), SamplingMetadata(temperature=0.7)),
-        (temperature, top_k, top_p, min_p): ((), SamplingMetadata(0.7, 9, 0.8, 0.1)),
-        (penalty, shortest, top_k, min_p): ((penalty, shortest), SamplingMetadata(top_k=9, min_p=0.1)),
-        (temperature, penalty, top_p): ((temperature, penalty), SamplingMetadata(top_p=0.8)),
+        (): ((), params_of()),
+        (temperature,): ((), params_of(temperature=0.7)),
+        (temperature, top_k, top_p, min_p): ((), params_of(0.7, 9, 0.8, 0.1)),
+        (penalty, shortest, top_k, min_p): ((penalty, shortest), params_of(top_k=9, min_p=0.1)),
+        (temperature, penalty, top_p): ((temperature, penalty), params_of(top_p=0.8)),
     }
     for processors, (before, draw) in cases.items():
-        actual = split_warpers(LogitsProcessorList(processors), do_sample=True)
+        actual = split_warpers(LogitsProcessorList(processors), True, 200)
         assert (tuple(actual[0]), actual[1]) == (before, draw)
 
 
@@ -263,12 +281,12 @@ def test_other_warpers_stay_processors():
         [MinPLogitsWarper(0.1, min_tokens_to_keep=3)],
         [TopKLogitsWarper(9, filter_value=-100.0)],
     ):
-        before, draw = split_warpers(LogitsProcessorList(processors), do_sample=True)
+        before, draw = split_warpers(LogitsProcessorList(processors), True, 200)
         assert (list(before), draw) == (processors, None)
-    before, draw = split_warpers(LogitsProcessorList([OwnWarper(0.7)]), do_sample=True)
-    assert (len(before), draw) == (1, SamplingMetadata())
-    before, draw = split_warpers(LogitsProcessorList([top_k]), do_sample=False)
-    assert (list(before), draw) == ([top_k], SamplingMetadata(temperature=0)), "greedy search must keep processors"
+    before, draw = split_warpers(LogitsProcessorList([OwnWarper(0.7)]), True, 200)
+    assert (len(before), draw) == (1, params_of())
+    before, draw = split_warpers(LogitsProcessorList([top_k]), False, 200)
+    assert (list(before), draw) == ([top_k], params_of(temperature=0)), "greedy search must keep processors"
 
 
 # Records
@@ -279,18 +297,24 @@ def test_decoder_records_have_the_names_of_decoder_specs():
     names = {name for name, _ in kernels.Decoder._fields_}
     numbers = {name for name, kind in kernels.Decoder._fields_ if kind in (ctypes.c_int64, ctypes.c_double)}
     spec = {field.name for field in dataclasses.fields(DecoderSpec)}
-    assert spec - names == {"max_positions"}
+    assert spec - names == {"max_positions", "recurrent", "sinks", "unweighted_norms"}  # the last two: by layer
+    for mixer in RECURRENT:
+        of_record = [name for name, _ in kernels.RECORDS[mixer.__name__]._fields_]
+        assert of_record == [field.name for field in dataclasses.fields(mixer)]
     sliced = {"embedding_rows", "first_row", "local_rows", "first_expert", "local_experts"}
-    sliced |= {"whole_vocabulary", "first_token", "local_tokens"}
+    sliced |= {"whole_vocabulary", "first_token", "local_tokens", "per_layer_rows"}
     assert numbers - spec == {"bfloat16", "intermediate_size", "lora_ranks", "num_layers", "num_moe_layers"} | sliced
 
 
 def test_layer_records_have_the_names_of_roles():
     kinds = (kernels.Norm, kernels.Linear)
     names = [name for name, kind in kernels.Layer._fields_ if kind in kinds]
-    assert {role for name in names for role in JOINED.get(name, (name,))} == set(LAYER_ROLES)
+    vectors = {name for name, kind in kernels.Layer._fields_ if kind is ctypes.c_void_p}
+    assert vectors >= {*VECTORS, "xielu"}
+    of_roles = JOINED | {"latent_up": ("kv_b",), "key_up": ("kv_b",)}
+    assert {role for name in names for role in of_roles.get(name, (name,))} == {*LAYER_ROLES} - {*VECTORS, *XIELU}
     outer = {name for name, kind in kernels.Decoder._fields_ if kind in kinds}
-    assert outer == set(OUTER_ROLES) - {"embedding", "positions"}
+    assert outer == set(OUTER_ROLES) - {"embedding", "positions", "per_layer_embedding"}
 
 
 def test_a_record_that_differs_from_the_librarys_is_an_error(monkeypatch):
@@ -345,6 +369,16 @@ def test_the_environment_chooses_the_compiler(cache, compiled, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(OSError, match="CXX='no-such-compiler' is not there"):
         kernels.built(("-O1",))
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc here")
+def test_a_compiler_of_c_makes_a_library_that_loads(cache, monkeypatch):
+    """PEFT's BOFT leaves `CXX=gcc` in the environment where its own kernel does not compile (peft 0.21.2)."""
+    monkeypatch.setenv("CXX", "gcc")
+    flags = [flag for flag in kernels.FLAGS if not flag.startswith("-O")]  # compiles in a few seconds
+    path = str(kernels.built(flags))
+    load = "import ctypes, sys; ctypes.CDLL('libgomp.so.1', ctypes.RTLD_GLOBAL); ctypes.CDLL(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", load, path], check=True, env={**os.environ, "LD_BIND_NOW": "1"})
 
 
 def test_without_anything_on_the_path_torch_is_used(cache, monkeypatch):

@@ -10,11 +10,12 @@ from torch.nn import functional as F
 import hybrid
 from benchmarks.machine import instructions
 from hybrid.decoders.batch import BLOCK_SIZE, packed
-from hybrid.generation.sampler import SamplingMetadata, sample_tokens
 from hybrid.kernels.cpu_library import cpu_library
 from hybrid.models.reader import read_decoder
+from hybrid.sampling.sampler import sample_tokens
 from tests.decoders.test_cpu_decoder import threads
 from tests.decoders.test_sharded_decoder import cpu_decoder
+from tests.sampling_params import params_of
 from tests.tiny_models import VOCABULARY as VOCABULARY_OF_TINY
 from tests.tiny_models import tiny_model
 
@@ -116,7 +117,7 @@ def test_a_decode_step_over_long_contexts_keeps_up_with_torch_s_attention(dtype)
 def test_top_p_of_a_flat_distribution_keeps_up_with_torch_s_sort(vocabulary):
     """3 times as fast with AVX-512."""
     logits, rows = torch.randn(2, vocabulary), torch.arange(2)
-    metadata = SamplingMetadata(temperature=1.0, top_k=0, top_p=0.9, min_p=0.0)
+    metadata = params_of(temperature=1.0, top_k=0, top_p=0.9, min_p=0.0)
 
     def torch_s() -> torch.Tensor:
         ordered, tokens = logits.softmax(dim=1).sort(dim=1, descending=True)

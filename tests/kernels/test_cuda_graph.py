@@ -6,7 +6,10 @@ tests/gpu tests the real capture, tests/decoders/test_decode_loop.py a decoder's
 import pytest
 import torch
 
-from hybrid.kernels.cuda_graph import Graphs, capture_sizes
+pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
+
+from hybrid.kernels.cuda_graph import CaptureError, Graphs, capture_sizes
+from tests.device_ops import RecordedCapture
 
 
 class Capture:
@@ -27,6 +30,16 @@ def test_capture_sizes_end_at_max_num_seqs():
     assert capture_sizes(3) == [1, 2, 3]
     assert capture_sizes(8) == [1, 2, 4, 8]
     assert capture_sizes(36) == [1, 2, 4, 8, 16, 24, 32, 36]
+    assert capture_sizes(256)[11:] == [80, 96, 112, 128, 160, 192, 224, 256]
+
+
+@pytest.mark.parametrize(("max_capture_size", "count"), [(256, 19), (1024, 27)])
+def test_there_are_few_capture_sizes_and_little_padding(max_capture_size, count):
+    sizes = capture_sizes(max_capture_size)
+    assert len(sizes) == count
+    for rows in range(65, max_capture_size + 1):
+        padding = min(size for size in sizes if size >= rows) - rows
+        assert padding <= rows / 4, f"{rows} rows"
 
 
 def test_each_key_is_captured_once_and_replayed():
@@ -54,3 +67,54 @@ def test_the_least_recently_used_graph_is_dropped():
 def test_capture_without_a_cuda_device_raises_not_implemented():
     with pytest.raises(NotImplementedError, match="CUDA graphs need a CUDA device"):
         Graphs().add(1, lambda: None)
+
+
+def test_a_capture_after_all_graphs_are_gone_gets_a_new_pool(monkeypatch):
+    """torch refuses a pool whose graphs are gone; while there is one, all share its pool."""
+    recorded = RecordedCapture(monkeypatch)
+    graphs = Graphs(max_graphs=2, capture=recorded)
+    for key in (1, 2, 3):
+        graphs.add(key, lambda: None)
+    assert recorded.pools.graphs == {1: 2}
+    graphs.reset()
+    assert recorded.pools.graphs == {1: 0}
+    with pytest.raises(RuntimeError, match="use_count > 0"):
+        recorded.pools.add(1, Graphs())
+    graphs.add(1, lambda: None)
+    assert recorded.pools.graphs == {1: 0, 2: 1}
+
+
+def test_a_failed_capture_leaves_its_pool_and_stream_for_good(monkeypatch):
+    """torch believes that the pool is being captured into; graphs that it has can be replayed."""
+    recorded, x = RecordedCapture(monkeypatch), torch.zeros(2)
+    graphs = Graphs(capture=recorded)
+    graphs.add("before", lambda: x.add_(1))
+    stream = recorded.capture.stream
+    with pytest.raises(CaptureError, match="not permitted when stream is capturing"):
+        graphs.add("waits", x.nonzero)
+    assert recorded.pools.failed == {1} and "waits" not in graphs
+    graphs.add("after", lambda: x.add_(1))
+    assert recorded.pools.handles == 2 and recorded.capture.stream is not stream
+    ran = int(x[0])
+    graphs.replay("before")
+    graphs.replay("after")
+    assert int(x[0]) == ran + 2
+
+
+@pytest.mark.parametrize(
+    ("message", "is_swallowed"),
+    [
+        ("CUDA out of memory. Tried to allocate 2.00 MiB", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("Triton Error [CUDA]: operation not permitted when stream is capturing", True),
+        ("CUDA error: an illegal memory access was encountered", False),
+        ("mat1 and mat2 shapes cannot be multiplied (2x3 and 2x3)", False),
+    ],
+)
+def test_only_errors_of_captures_and_of_memory_are_capture_errors(message, is_swallowed):
+    def capture(run):
+        raise RuntimeError(message)
+
+    with pytest.raises(RuntimeError, match=message.partition(" ")[0]) as caught:
+        Graphs(capture=capture).add(1, lambda: None)
+    assert isinstance(caught.value, CaptureError) == is_swallowed

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from hybrid.kernels import device_group
 from hybrid.kernels.device_group import DeviceGroup, maps_symmetric_memory, on_devices
-from hybrid.parallel import InferenceGroup
+from hybrid.runtime.parallel import InferenceGroup
 
 CPU = torch.device("cpu")
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from hybrid.kernels.host_group import CAPACITY
-from hybrid.kernels.host_memory import RankFailedError
-from hybrid.parallel import LostRankError
+from hybrid.runtime.parallel import LostRankError, RankFailedError
 from tests.host_groups import host_groups, on_every_rank
 
 

@@ -55,6 +55,11 @@ def require_fitting(kernels: list[dict], arch: int) -> None:
     assert not too_big, "\n".join(map(str, too_big))
 
 
+def test_launches_have_the_arguments_of_their_kernels(tmp_path):
+    """Shapes, dtypes and names of the launches that the slow tests compile, checked without compiling them."""
+    assert compiled(tmp_path, 0) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", SHARED_KIB)
 def test_kernels_compile_without_spilling_registers(arch, tmp_path):

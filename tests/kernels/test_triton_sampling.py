@@ -11,7 +11,9 @@ import pytest
 import torch
 from transformers.generation import logits_process as processes
 
-from hybrid.generation.sampler import SamplingMetadata, sample_tokens, stream_keys, uniform
+from hybrid.sampling.params import RowParams, SamplingParams, warpers_of
+from hybrid.sampling.sampler import sample_tokens, stream_keys, uniform
+from tests.sampling_params import params_of
 
 pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
 from hybrid.kernels import triton_sampling
@@ -22,8 +24,9 @@ from hybrid.kernels.triton_sampling import (
     SamplingFeatures,
     sample,
     sampling_features,
-    sampling_values,
+    values_of_rows,
 )
+from tests.invalid_logits import with_invalid_rows
 from tests.kernels.test_triton import DEVICE, close
 from tests.marks import slow_but
 
@@ -48,14 +51,15 @@ def seen_tokens(rows: int, vocab: int) -> torch.Tensor:
     return (torch.rand(rows, vocab) < 0.5).to(DEVICE, torch.uint8)
 
 
-def draw(logits, keys, positions, metadata: SamplingMetadata, seen=None, features: SamplingFeatures | None = None):
-    """`sample`, with the features that `metadata` needs."""
-    features = features or sampling_features(metadata)
-    stops = torch.tensor(STOPS, device=DEVICE)
-    return sample(logits, keys, positions, sampling_values(metadata, DEVICE), features, seen, stops)
+def draw(logits, keys, positions, params: SamplingParams | list[SamplingParams], seen=None, features=None):
+    """`sample`, with the features that `params`, of all rows or of each, need."""
+    of_rows = RowParams.of(params, DEVICE)
+    features = features or sampling_features(of_rows.table)
+    values, stops = values_of_rows(of_rows.table, of_rows.index, len(keys), DEVICE), torch.tensor(STOPS, device=DEVICE)
+    return sample(logits, keys, positions, values, features, seen, stops)
 
 
-def before_temperature(metadata: SamplingMetadata, logits: torch.Tensor, seen, position: int) -> torch.Tensor:
+def before_temperature(metadata: SamplingParams, logits: torch.Tensor, seen, position: int) -> torch.Tensor:
     """Hugging Face's scores after repetition penalty and min_new_tokens.  logits [1, vocab], seen [vocab] or None"""
     prompt, steps = torch.zeros(1, 0, dtype=torch.long), processes.LogitsProcessorList()
     if metadata.repetition_penalty != 1:
@@ -69,17 +73,17 @@ def before_temperature(metadata: SamplingMetadata, logits: torch.Tensor, seen, p
     return steps(ids, logits)
 
 
-def truncated(metadata: SamplingMetadata, scores: torch.Tensor) -> torch.Tensor:
+def truncated(metadata: SamplingParams, scores: torch.Tensor) -> torch.Tensor:
     """Hugging Face's scores after temperature and truncations.  scores [1, vocab]
 
     Its top-p sorts without stability, so that ties at the edge are kept at random. With a stable sort the higher of two
     equal tokens is the more probable, as on the CPU.
     """
     with mock.patch.object(torch, "sort", partial(torch.sort, stable=True)):
-        return metadata.warpers()(None, scores)
+        return warpers_of(metadata)(None, scores)
 
 
-def check(logits, keys, positions, metadata: SamplingMetadata, seen=None, features=None) -> torch.Tensor:
+def check(logits, keys, positions, metadata: SamplingParams, seen=None, features=None) -> torch.Tensor:
     """A draw is where the cumulative softmax of Hugging Face's scores, in float64, passes u. Returns the tokens."""
     drawn = draw(logits, keys, positions, metadata, seen, features)
     temperature = metadata.temperature or 1.0
@@ -102,20 +106,20 @@ def check(logits, keys, positions, metadata: SamplingMetadata, seen=None, featur
 
 
 SETTINGS = {
-    "plain": SamplingMetadata(0.7),
-    "top_k": SamplingMetadata(1.3, top_k=4),
-    "top_k over the subs": SamplingMetadata(top_k=100),
-    "top_p": SamplingMetadata(0.8, top_p=0.8),
-    "narrow top_p": SamplingMetadata(top_p=0.05),
-    "min_p": SamplingMetadata(1.3, min_p=0.05),
-    "top_k and top_p": SamplingMetadata(0.9, top_k=20, top_p=0.7),
-    "all truncations": SamplingMetadata(1.2, top_k=30, top_p=0.95, min_p=0.02),
-    "repetition_penalty": SamplingMetadata(1.0, repetition_penalty=1.7),
-    "reward of repetition": SamplingMetadata(1.0, repetition_penalty=0.6),
-    "min_new_tokens": SamplingMetadata(0.5, min_new_tokens=3),
-    "all": SamplingMetadata(0.9, 30, 0.9, 0.02, 1.4, 3),
-    "greedy": SamplingMetadata(0.0),
-    "greedy, processed": SamplingMetadata(0.0, repetition_penalty=1.4, min_new_tokens=3),
+    "plain": params_of(0.7),
+    "top_k": params_of(1.3, top_k=4),
+    "top_k over the subs": params_of(top_k=100),
+    "top_p": params_of(0.8, top_p=0.8),
+    "narrow top_p": params_of(top_p=0.05),
+    "min_p": params_of(1.3, min_p=0.05),
+    "top_k and top_p": params_of(0.9, top_k=20, top_p=0.7),
+    "all truncations": params_of(1.2, top_k=30, top_p=0.95, min_p=0.02),
+    "repetition_penalty": params_of(1.0, repetition_penalty=1.7),
+    "reward of repetition": params_of(1.0, repetition_penalty=0.6),
+    "min_new_tokens": params_of(0.5, min_new_tokens=3),
+    "all": params_of(0.9, 30, 0.9, 0.02, 1.4, 3),
+    "greedy": params_of(0.0),
+    "greedy, processed": params_of(0.0, repetition_penalty=1.4, min_new_tokens=3),
 }
 VOCABULARIES = (11, CHUNK, 3 * CHUNK + 77)
 QUICK = [
@@ -161,7 +165,7 @@ def test_top_p_of_equal_logits_keeps_the_last_tokens(vocab):
         torch.full((1, vocab), 7.25, device=DEVICE).expand(3, vocab),
         keys,
         torch.arange(3, device=DEVICE),
-        SamplingMetadata(top_p=0.9),
+        params_of(top_p=0.9),
     )
     kept = math.ceil(0.9 * vocab)
     expected = vocab - kept + (uniform(keys.cpu(), torch.arange(3)) * kept).long()
@@ -177,7 +181,7 @@ def test_thresholds_among_more_logits_than_a_tile(top_k, top_p):
     assert 3 * CHUNK + 77 > TILE
     rows = torch.randn(3, 3 * CHUNK + 77) * torch.tensor([[1e-3], [1.0], [2e-7]])
     rows[2] += 1.0  # the three or four floats next to 1: thousands of ties
-    check(rows.to(DEVICE), keys_of(3), torch.arange(3, device=DEVICE), SamplingMetadata(1.0, top_k, top_p))
+    check(rows.to(DEVICE), keys_of(3), torch.arange(3, device=DEVICE), params_of(1.0, top_k, top_p))
 
 
 HUGE = {
@@ -192,7 +196,7 @@ HUGE = {
 @pytest.mark.parametrize("magnitude", HUGE)
 def test_peaked_and_massive_rows(magnitude):
     row = HUGE[magnitude](torch.randn(300)).to(DEVICE)
-    for metadata in (SamplingMetadata(0.7, 20, 0.9, 0.01), SamplingMetadata(top_p=1e-6)):
+    for metadata in (params_of(0.7, 20, 0.9, 0.01), params_of(top_p=1e-6)):
         check(row.expand(2, 300), keys_of(2), torch.arange(2, device=DEVICE), metadata)
 
 
@@ -201,13 +205,13 @@ def test_values_that_turn_features_off():
     logits, keys, positions = torch.randn(3, 300).to(DEVICE), keys_of(3), torch.arange(3, device=DEVICE)
     seen = seen_tokens(3, 300)
     for metadata in (
-        SamplingMetadata(0.8),
-        SamplingMetadata(0.8, top_k=300),
-        SamplingMetadata(0.8, top_k=7),
-        SamplingMetadata(0.8, top_p=0.4),
-        SamplingMetadata(0.8, min_p=0.2),
-        SamplingMetadata(0.8, repetition_penalty=1.5),
-        SamplingMetadata(0.0, 7, 0.4, 0.2),
+        params_of(0.8),
+        params_of(0.8, top_k=300),
+        params_of(0.8, top_k=7),
+        params_of(0.8, top_p=0.4),
+        params_of(0.8, min_p=0.2),
+        params_of(0.8, repetition_penalty=1.5),
+        params_of(0.0, 7, 0.4, 0.2),
     ):
         everything = draw(logits, keys, positions, metadata, seen, EVERYTHING)
         for actual, expected in zip(everything, draw(logits, keys, positions, metadata, seen), strict=True):
@@ -243,7 +247,7 @@ def test_uniform_numbers_match_the_host():
     keys = stream_keys(-3, torch.arange(32), torch.arange(32)).to(DEVICE)
     assert (keys < 0).any() and (keys > 0).any()
     positions = (torch.arange(32, device=DEVICE) * 37).int()
-    tokens, *_ = draw(torch.zeros(1, vocab, device=DEVICE).expand(32, vocab), keys, positions, SamplingMetadata())
+    tokens, *_ = draw(torch.zeros(1, vocab, device=DEVICE).expand(32, vocab), keys, positions, params_of())
     assert torch.equal(tokens, (uniform(keys, positions.long()) * vocab).long())
 
 
@@ -252,7 +256,7 @@ def test_temperature_zero_takes_the_first_of_equal_maxima():
     logits[0, [5, CHUNK + 3]] = 9.0
     logits[1, [CHUNK + 7, CHUNK + 9]] = 9.0
     keys = torch.arange(4, device=DEVICE)
-    tokens, sampling, old, raw = draw(logits, keys, keys, SamplingMetadata(0.0))
+    tokens, sampling, old, raw = draw(logits, keys, keys, params_of(0.0))
     assert torch.equal(old, raw)
     assert tokens.tolist() == [5, CHUNK + 7, int(logits[2].argmax()), int(logits[3].argmax())]
     assert torch.equal(sampling, raw)
@@ -273,6 +277,20 @@ def test_a_row_of_sampling_is_identical_in_every_batch(setting):
         assert torch.equal(expected[order], actual)
 
 
+def test_rows_of_different_settings_are_each_sampled_as_alone():
+    """The kernels, compiled for the features of all rows, against those compiled for a row's own."""
+    rows, vocab = len(SETTINGS), CHUNK + 1
+    logits, seen = torch.randn(rows, vocab).to(DEVICE), seen_tokens(rows, vocab)
+    keys, positions = keys_of(rows), torch.arange(rows, device=DEVICE) % 5
+    together = draw(logits, keys, positions, list(SETTINGS.values()), seen)
+    for row, params in enumerate(SETTINGS.values()):
+        one = slice(row, row + 1)
+        token, *logps = draw(logits[one], keys[one], positions[one], params, seen[one])
+        assert torch.equal(together[0][one], token), params
+        for actual, expected in zip(together[1:], logps, strict=True):
+            torch.testing.assert_close(actual[one], expected, rtol=1e-5, atol=1e-5)  # sums in another order
+
+
 @pytest.mark.parametrize("count", slow_but([24], [24, 400]))
 def test_tokens_are_those_of_the_cpu(count):
     """All settings against `sample_tokens` on the CPU, which gets processed logits.
@@ -288,18 +306,18 @@ def test_tokens_are_those_of_the_cpu(count):
     processed = torch.cat(
         [before_temperature(metadata, row[None], seen[i], i) for i, row in enumerate(logits.unbind())]
     )
-    truncations = SamplingMetadata(metadata.temperature, metadata.top_k, metadata.top_p, metadata.min_p)
+    truncations = params_of(metadata.temperature, metadata.top_k, metadata.top_p, metadata.min_p)
     expected = sample_tokens(processed, keys.cpu(), positions.cpu(), truncations)
     assert (tokens.cpu() != expected.tokens).sum() == 0
     close(sampling, expected.sampling_logps)
 
 
 def test_features_and_values_of_settings():
-    assert sampling_features(SamplingMetadata()) == SamplingFeatures()
-    assert sampling_features(SETTINGS["all"]) == EVERYTHING
-    greedy = SamplingMetadata(0.0, 7, 0.5, 0.1, 1.2, 4)
-    assert sampling_features(greedy) == SamplingFeatures(repetition_penalty=True, min_new_tokens=True)
-    values = sampling_values(SamplingMetadata(0.9, 30, 0.5, 0.25, 1.5, 3), DEVICE)
+    assert sampling_features(RowParams.of(params_of()).table) == SamplingFeatures()
+    assert sampling_features(RowParams.of(SETTINGS["all"]).table) == EVERYTHING
+    greedy = RowParams.of(params_of(0.0, 7, 0.5, 0.1, 1.2, 4))
+    assert sampling_features(greedy.table) == SamplingFeatures(repetition_penalty=True, min_new_tokens=True)
+    values = values_of_rows(RowParams.of(params_of(0.9, 30, 0.5, 0.25, 1.5, 3)).table, None, 1, DEVICE)[0]
     assert torch.equal(values.cpu(), torch.tensor([0.9, 30, 0.5, 0.25, 1.5, 3]))
 
 
@@ -308,4 +326,35 @@ def test_inputs_of_the_features_are_required():
     with pytest.raises(AssertionError, match="seen"):
         draw(logits, keys, keys, SETTINGS["repetition_penalty"])
     with pytest.raises(AssertionError, match="stop_token_ids"):
-        sample(logits, keys, keys, sampling_values(SETTINGS["min_new_tokens"], DEVICE), EVERYTHING, seen_tokens(2, 50))
+        values = values_of_rows(RowParams.of(SETTINGS["min_new_tokens"]).table, None, 2, DEVICE)
+        sample(logits, keys, keys, values, EVERYTHING, seen_tokens(2, 50))
+
+
+INVALID_WAYS = {
+    "greedy": params_of(temperature=0),
+    "cold": params_of(temperature=0.3),
+    "top_k": params_of(top_k=40),
+    "top_p": params_of(top_p=0.9),
+    "min_p": params_of(min_p=0.05),
+    "all": params_of(0.8, 40, 0.9, 0.02, repetition_penalty=1.2, min_new_tokens=2),
+}
+
+
+@pytest.mark.parametrize("way", INVALID_WAYS)
+def test_rows_without_a_softmax_get_logprobs_of_nan(way):
+    """Maxima leave out NaN, on a device and in the interpreter."""
+    metadata, vocab = INVALID_WAYS[way], 3 * CHUNK + 77
+    logits = torch.randn(15, vocab)
+    logits[0, 1:] = -math.inf
+    broken, invalid = with_invalid_rows(logits)
+    seen = seen_tokens(15, vocab) if metadata.repetition_penalty != 1 else None
+    positions = torch.full((15,), 5)
+    tokens, *logps = draw(broken.to(DEVICE), keys_of(15), positions.to(DEVICE), metadata, seen)
+    assert ((tokens >= 0) & (tokens < vocab)).all()
+    assert logps[0].isnan().nonzero().flatten().tolist() == invalid
+    for of_model in logps[1:]:
+        assert of_model[invalid].isnan().all()
+    expected = draw(logits.to(DEVICE), keys_of(15), positions.to(DEVICE), metadata, seen)
+    valid = [row for row in range(15) if row not in invalid]
+    for value, expected_value in zip((tokens, *logps), expected, strict=True):
+        assert torch.equal(value[valid], expected_value[valid])

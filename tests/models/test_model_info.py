@@ -98,3 +98,15 @@ def test_model_info_matches_the_model():
     assert info.can_generate
     assert not info.is_encoder_decoder
     assert info.layout.family == "gpt2"
+
+
+def test_settings_that_vary_by_layer_are_a_reason():
+    """As Gemma 4's and dots 3's: transformers (5.23) raises if one is read of the whole configuration."""
+    model = tiny_model("llama")
+    model.config.per_layer_config = {1: {"num_key_value_heads": 4}}
+    info = ModelInfo(model)
+    assert info.layout is None and info.reasons["layout"] == (
+        "LlamaForCausalLM fits no supported family; the nearest is llama: num_key_value_heads vary by layer"
+    )
+    assert info.tp_plan is None and "vary by layer" in info.reasons["tp_plan"]
+    assert info.size("num_key_value_heads") == 4 and info.size("num_attention_heads") == 4

@@ -37,6 +37,26 @@ FAMILIES = {
         "<|END_OF_TURN_TOKEN|>",
     ),
 }
+QWEN3_5 = (("", "<|im_end|>", "<|im_start|>", "<|endoftext|>"), "<|im_end|>")
+GEMMA4 = """
+    <bos> <turn|> <|turn> <eos> <|tool> <tool|> <|tool_call> <tool_call|> <|tool_response> <tool_response|> <|channel>
+    <channel|> <|think|> <|"|>
+"""
+# The same of families with tool calls in formats of their own, and the token that ends a call's turn, where GLM and
+# Gemma 4 stop at the start of the tool's result.
+WITH_OWN_TOOLS = {
+    **dict.fromkeys(("qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8"), QWEN3_5),
+    "glm4moe": (
+        ("", "<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+        "<|observation|>",
+    ),
+    "gptoss": (
+        ("", "<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>"),
+        "<|call|>",
+    ),
+    "gemma4_v2": (tuple(GEMMA4.split()), "<turn|>"),
+    **dict.fromkeys(("gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5"), (tuple(GEMMA4.split()), "<|tool_response>")),
+}
 # From transformers' documentation (docs/source/en/chat_templating_writing.md), without a default system message.
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -51,7 +71,7 @@ def tokenizer_of(family: str, merged_text: str = "") -> PreTrainedTokenizerFast:
 
     merged_text: has BPE merges learned on this text, so that tokens span several characters.
     """
-    special, _ = FAMILIES[family]
+    special, _ = {**FAMILIES, **WITH_OWN_TOOLS}[family]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), ByteLevel()

@@ -1,7 +1,11 @@
 """Fixtures of the examples' tests."""
 
+from pathlib import Path
+
 import pytest
 import torch.distributed as dist
+
+from tests.rlhf_examples.scripts import make_small_models
 
 
 @pytest.fixture
@@ -11,3 +15,9 @@ def alone(tmp_path_factory):
     dist.init_process_group("gloo", rank=0, world_size=1, store=store)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory) -> Path:
+    """The directory of `make_small_models`, which tests only read."""
+    return make_small_models(tmp_path_factory.mktemp("small"))

@@ -18,9 +18,9 @@ from rlhf_examples.common.arguments import (
     PPOArguments,
     RewardModelArguments,
     SFTArguments,
-    arguments_of,
 )
 from rlhf_examples.common.models import small_model
+from rlhf_examples.common.parsing import arguments_of
 from rlhf_examples.common.run_log import read_metrics
 from rlhf_examples.data.synthetic import synthetic_tokenizer
 from rlhf_examples.environments import Environment, environment_tokenizer, user
@@ -143,10 +143,15 @@ def run_until(script: str, settings: dict, point: str) -> None:
 
 
 def logged(directory: Path) -> list[dict[str, float]]:
-    """A run's logged metrics without times and memory."""
+    """The metrics of a run's iterations without times and memory."""
     return [
-        {name: value for name, value in row.items() if not name.startswith(TIMES)} for row in read_metrics(directory)
+        {name: value for name, value in row.items() if not name.startswith(TIMES)} for row in iterations_of(directory)
     ]
+
+
+def iterations_of(directory: Path) -> list[dict[str, float]]:
+    """A run's logged metrics without the evaluation before training."""
+    return [row for row in read_metrics(directory) if row["iteration"]]
 
 
 # Point → the function that kills the rank, and at which of its calls.

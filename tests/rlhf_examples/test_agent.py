@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import httpx2
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,24 +13,20 @@ import yaml
 from transformers import AutoTokenizer
 
 import hybrid
-from rlhf_examples.agent import Games, rows_of, scores_of, transcript
+from rlhf_examples.agent import Games, HarnessGames, load_harness, rows_of, scores_of, transcript
 from rlhf_examples.common.actor import Actor
-from rlhf_examples.common.arguments import AgentArguments, arguments_of
-from rlhf_examples.common.losses import group_advantages
+from rlhf_examples.common.advantages import group_advantages
+from rlhf_examples.common.arguments import AgentArguments
+from rlhf_examples.common.parsing import arguments_of
 from rlhf_examples.common.rollouts import sampling
-from rlhf_examples.common.run_log import read_completions, read_metrics
+from rlhf_examples.common.run_log import read_completions
 from rlhf_examples.data.examples import tokenize_records
 from rlhf_examples.data.records import load_records
 from rlhf_examples.environments import environment_tokenizer, load_environment
 from rlhf_examples.grpo import make_experience
 from rlhf_examples.report.write import write_report
-from tests.rlhf_examples.scripts import TALK, TINY, make_small_models, models_of, run_in_this_rank
+from tests.rlhf_examples.scripts import TALK, TINY, iterations_of, models_of, run_in_this_rank
 from tests.rlhf_examples.test_demos import ROOT, run_pipeline
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory) -> Path:
-    return make_small_models(tmp_path_factory.mktemp("small"))
 
 
 def check_experience(directory: str) -> None:
@@ -61,6 +58,57 @@ def check_experience(directory: str) -> None:
     actor.destroy()
 
 
+def talk_by_requests(base_url: str, record: dict) -> float:
+    """The conversation of TALK as a program that calls OpenAI's API."""
+    messages, reward = list(record["prompt"]), 0.0
+    for _ in range(record["turns"]):
+        body = {"messages": messages, "max_tokens": 4}
+        answer = httpx2.post(f"{base_url}/chat/completions", json=body, timeout=60, trust_env=False).json()
+        text = answer["choices"][0]["message"]["content"]
+        reward += len(set(text.split())) / 4
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "higher"}]
+    return reward
+
+
+def check_harness(directory: str) -> None:
+    """A program plays as the environment does: greedily, to the token, with its rewards; then it trains."""
+    harness = "tests.rlhf_examples.test_agent:talk_by_requests"
+    settings = {**TINY["agent"], **models_of("agent", Path(directory)), "output_dir": directory}
+    args = arguments_of(AgentArguments, settings)
+    actor = Actor.load(args, total_steps=4, needs_reference=False)
+    tokenizer = AutoTokenizer.from_pretrained(args.actor_model_name_or_path)
+    own = rows_of(TALK.records("train", size=9))[3 * dist.get_rank() :: 2][:3]
+    greedy = replace(sampling(args, seed=0), temperature=0.0)
+    actor.policy.eval()
+    with actor.policy.inference():
+        expected, episodes = Games(TALK.make(tokenizer), tokenizer, args).play(actor.policy, own, greedy, 1)
+        batch, played = HarnessGames(None, tokenizer, args, load_harness(harness)).play(actor.policy, own, greedy, 1)
+    assert scores_of(batch, played).tolist() == scores_of(expected, episodes).tolist()
+    for row in range(len(own)):
+        texts = []
+        for each in (expected, batch):
+            mask = each.completion_mask[row] | each.observation_mask[row]
+            sampled = each.completion_ids[row][each.completion_mask[row] > 0].tolist()
+            texts.append((each.completion_ids[row][mask > 0].tolist(), sampled))
+        assert texts[0] == texts[1]
+    turns = [row["record"]["turns"] for row in own]
+    assert [sum(each["role"] == "assistant" for each in messages) for messages in played.completions] == turns
+    actor.destroy()
+
+
+def test_a_harness_plays_as_the_environment_does(ranks, small):
+    pytest.importorskip("fastapi", reason="the extra `server` has it")
+    ranks.run(check_harness, str(small))
+
+
+def test_it_trains_on_a_harness(ranks, small, tmp_path):
+    pytest.importorskip("fastapi", reason="the extra `server` has it")
+    harness = {"harness": "rlhf_examples.harnesses:calculator", "environment": "calculator"}
+    settings = {**models_of("agent", small), **harness, "output_dir": str(tmp_path), "num_iterations": 2}
+    first, second = ranks.run(run_in_this_rank, "agent", settings)
+    assert first["reward"] == second["reward"] and math.isfinite(first["loss"])
+
+
 def test_the_learned_tokens_are_the_sampled_ones(ranks, small):
     ranks.run(check_experience, str(small))
 
@@ -76,7 +124,7 @@ def run_directory(ranks, small, tmp_path_factory) -> Path:
 
 
 def test_metrics_of_a_run(run_directory):
-    rows = read_metrics(run_directory)
+    rows = iterations_of(run_directory)
     assert len(rows) == 4
     for row in rows:
         assert row["val/first_ratio_error"] < 1e-5 and row["sampling/sampling_logp_difference/max"] < 1e-5

@@ -11,28 +11,29 @@ import pytest
 import torch.distributed as dist
 
 import hybrid
-from rlhf_examples import chat, evaluate, pairs, pipeline, throughput
+from rlhf_examples import chat, distill, evaluate, pairs, throughput
 from rlhf_examples.common.actor import Actor
 from rlhf_examples.common.arguments import (
     ChatArguments,
+    DistillArguments,
     EvaluateArguments,
     PairsArguments,
     PPOArguments,
     RolloutArguments,
     ThroughputArguments,
-    arguments_of,
-    read_yaml,
 )
 from rlhf_examples.common.engines import load_rollout_engine
 from rlhf_examples.common.models import load_exported
+from rlhf_examples.common.parsing import arguments_of, read_yaml
 from rlhf_examples.common.rollouts import sampling
+from rlhf_examples.common.steps import arguments_of_step, parse
 from tests.engines import engine_of, train_step
 from tests.marks import slow_but
-from tests.rlhf_examples.scripts import make_small_models, run_in_this_rank
+from tests.rlhf_examples.scripts import ROLLOUTS, make_small_models, run_in_this_rank
 from tests.rlhf_examples.test_recipes import CONFIGS, RECIPES
 from tests.tiny_models import prompts, tiny_model, with_peft
 
-GENERATING = ("ppo", "grpo", "agent", "pairs", "throughput", "evaluate")
+GENERATING = ("ppo", "grpo", "agent", "distill", "pairs", "throughput", "evaluate")
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,9 @@ def steps_of(name: str) -> dict[str, object]:
     settings = read_yaml(CONFIGS / f"{name}.yaml")
     if "steps" not in settings:
         return {"ppo": arguments_of(PPOArguments, settings)}
-    parsed = pipeline.parse(settings, [])
+    parsed = parse(settings, [])
     scripts = {step: own.get("script", step) for step, own in parsed.steps.items()}
-    return {step: pipeline.arguments_of_step(step, parsed) for step, script in scripts.items() if script in GENERATING}
+    return {step: arguments_of_step(step, parsed) for step, script in scripts.items() if script in GENERATING}
 
 
 def check_recipe(name: str, folder: str) -> None:
@@ -202,6 +203,8 @@ def run_script(script: str, folder: str) -> None:
         run_in_this_rank("grpo", {**actor, "beta": 0.1})
     elif script == "agent":
         run_in_this_rank("agent", {**actor, "actor_model_name_or_path": f"{folder}/agent_model", "beta": 0.1})
+    elif script == "distill":
+        distill.run(arguments_of(DistillArguments, {**ROLLOUTS, **actor, "teacher_model_name_or_path": [model]}))
     elif script in ("sft", "dpo"):
         run_in_this_rank(script, {**training, "model_name_or_path": model})
     elif script == "pairs":
@@ -225,7 +228,7 @@ def check_script(script: str, folder: str) -> None:
 
 SLOW = [
     pytest.param(script, marks=pytest.mark.slow)
-    for script in ("grpo", "agent", "sft", "dpo", "pairs", "evaluate", "chat")
+    for script in ("grpo", "agent", "distill", "sft", "dpo", "pairs", "evaluate", "chat")
 ]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlhf_examples.common.arguments import read_yaml
+from rlhf_examples.common.parsing import read_yaml
 from tests.rank_pool import run_script
 
 ROOT = Path(__file__).resolve().parents[2]

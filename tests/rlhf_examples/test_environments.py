@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybrid.chat_template import encode_text
+from hybrid.environments.chat_template import encode_text
 from rlhf_examples.environments import ENVIRONMENTS, GUESSES, SECRETS, environment_tokenizer, user
 from tests.scripted_rollouts import roll_out
 

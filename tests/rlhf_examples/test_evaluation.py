@@ -1,13 +1,15 @@
 """Evaluations: several completions per prompt, pass@k, greedy completions; equal on any number of ranks."""
 
 import itertools
+import json
 import math
 from pathlib import Path
 
 import pytest
 
+from rlhf_examples import pipeline
 from rlhf_examples.common.actor import Evaluation, pass_at, standard_error
-from rlhf_examples.common.arguments import EvaluateArguments, GRPOArguments
+from rlhf_examples.common.arguments import EvaluateArguments, GRPOArguments, PipelineArguments
 from rlhf_examples.common.engines import load_rollout_engine
 from rlhf_examples.common.models import load_exported, load_tokenizer
 from rlhf_examples.common.scorers import Rewards
@@ -44,7 +46,7 @@ def check_names(directory: str) -> None:
         Rewards.load([f"{HERE}:{name}"], "float32", rows=4) for name in ("short_words", "long_words")
     )
     other_rewards.scorers[0].name = "short_words"
-    rows = [{"prompt": text, "columns": "{}", "prompt_ids": [1, *tokenizer(text)["input_ids"]]} for text in TEXTS]
+    rows = [{"prompt": text, "columns": "{}", "prompt_ids": tokenizer(text)["input_ids"]} for text in TEXTS]
     evaluation = Evaluation(engine, tokenizer, rows, [rewards, other_rewards], GRPOArguments(max_answer_seq_len=4))
     metrics, texts, scores = evaluation()
     assert list(scores) == ["short_words", "eval_short_words"]
@@ -63,7 +65,7 @@ def check_evaluation(directory: str) -> dict:
     tokenizer = load_tokenizer(f"{directory}/model")
     engine = load_rollout_engine(load_exported, f"{directory}/model", "float32", zero_stage=3)
     rewards = Rewards.load([f"{HERE}:short_words"], "float32", rows=4)
-    rows = [{"prompt": text, "columns": "{}", "prompt_ids": [1, *tokenizer(text)["input_ids"]]} for text in TEXTS]
+    rows = [{"prompt": text, "columns": "{}", "prompt_ids": tokenizer(text)["input_ids"]} for text in TEXTS]
     args = GRPOArguments(max_answer_seq_len=4, seed=3)
     metrics, texts, scores = Evaluation(engine, tokenizer, rows, [rewards], args, 4, False, (1, 2, 4))()
     of_prompts = [scores["short_words"][first : first + 4] for first in range(0, 20, 4)]
@@ -106,6 +108,8 @@ def test_invalid_evaluation_arguments_raise():
         GRPOArguments(eval_num_generations=2, eval_greedy=True)
     with pytest.raises(ValueError, match="eval_num_generations: 2 given with greedy decoding"):
         EvaluateArguments(eval_num_generations=2, temperature=0.0)
+    with pytest.raises(ValueError, match="zero_stage: 3 given with hf_generate: true, where transformers loads"):
+        EvaluateArguments(hf_generate=True, zero_stage=3)
     assert math.isclose(GRPOArguments().pass_score, 1.0)
 
 
@@ -115,3 +119,8 @@ def test_the_standard_error_is_over_prompts():
     assert standard_error([[0.0], [1.0], [2.0]]) == pytest.approx(3**-0.5)
     assert standard_error([[0.0] * 50, [0.5, 1.5] * 25, [2.0, nan] * 25, [nan] * 50]) == pytest.approx(3**-0.5)
     assert math.isnan(standard_error([[1.0, 0.0], [nan, nan]]))
+
+
+def test_a_pipeline_that_has_logged_no_metrics_ends_with_its_summary(tmp_path, capsys):
+    pipeline.report(PipelineArguments(output_dir=str(tmp_path)), {"score": 0.5})
+    assert json.loads(capsys.readouterr().out) == {"score": 0.5}

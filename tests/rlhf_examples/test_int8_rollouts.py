@@ -5,12 +5,7 @@ import math
 import pytest
 
 from tests.marks import slow_but
-from tests.rlhf_examples.scripts import logged, make_small_models, models_of, run_in_this_rank
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    return make_small_models(tmp_path_factory.mktemp("small"))
+from tests.rlhf_examples.scripts import logged, models_of, run_in_this_rank
 
 
 @pytest.mark.parametrize(

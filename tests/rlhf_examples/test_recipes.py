@@ -3,6 +3,8 @@
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import peft
@@ -19,16 +21,17 @@ from transformers import (
     GenerationConfig,
 )
 
-from hybrid.build import Builder
 from hybrid.config import HybridEngineConfig, RolloutConfig
-from hybrid.memory_plan import MemoryPlanner
+from hybrid.training.builder import Builder
+from hybrid.training.memory_plan import MemoryPlanner
 from rlhf_examples import pipeline
 from rlhf_examples.common.actor import rollout_config
-from rlhf_examples.common.arguments import PPOArguments, read_yaml
-from rlhf_examples.common.run_log import read_metrics
+from rlhf_examples.common.arguments import PPOArguments
+from rlhf_examples.common.parsing import read_yaml
+from rlhf_examples.common.steps import arguments_of_step, parse
 from tests.marks import slow_but
 from tests.rlhf_examples.chat_models import chat_model, tokenizer_of
-from tests.rlhf_examples.scripts import ROLLOUTS
+from tests.rlhf_examples.scripts import ROLLOUTS, iterations_of
 from tests.test_launchers import run_together
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,7 +81,7 @@ def partitioned_model(args: PPOArguments, world_size: int, kind: str, sizes: tup
 
 
 def ppo_of(name: str) -> PPOArguments:
-    return pipeline.arguments_of_step("ppo", pipeline.parse(read_yaml(CONFIGS / f"{name}.yaml"), []))
+    return arguments_of_step("ppo", parse(read_yaml(CONFIGS / f"{name}.yaml"), []))
 
 
 @pytest.mark.parametrize("name", slow_but([name for name in RECIPES if name != "16gpu_70b_lora"], RECIPES))
@@ -176,7 +179,11 @@ DATA = {
     "HuggingFaceH4/ultrafeedback_binarized": ULTRA,
     "trl-lib/tldr": rows(lambda x: {"prompt": POST.format(x), "completion": " A ball."}),
     "trl-lib/tldr-preference": rows(lambda x: {"prompt": POST.format(x), "chosen": " A ball.", "rejected": " A boat."}),
+    "my-problems.jsonl": rows(lambda x: {"prompt": conversation(f"What is {x}?"), "answer": "1"}),
+    "my-programs.jsonl": rows(lambda x: {"prompt": conversation(f"Write {x}."), "tests": "assert True"}),
 }
+# By model: what a tiny run of the recipe shows is its settings, not its model.
+OF_MODELS = ("qwen3_gsm8k", "qwen3_5_lora", "gpt_oss_20b_lora", "8gpu_qwen3_8b_full")
 OF_SETS = ("hh_rlhf", "gsm8k", "ultrafeedback", "tldr")
 
 
@@ -197,30 +204,32 @@ def tiny_recipe(name: str, model: str, folder: Path) -> dict:
         for key in ("model_name_or_path", "actor_model_name_or_path"):
             if key in own and not own[key].startswith("step:"):
                 own[key] = model
-        if step in ("ppo", "grpo"):
+        if step in ("ppo", "grpo", "agent"):
             own |= {"num_iterations": 1, "per_device_generation_batch_size": 4, "max_answer_seq_len": 8}
             own["inference_tp_size"] = min(own.get("inference_tp_size", 1), 2)
         else:
             own |= {"max_steps": 1, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+        if step == "sft":  # the tiny model has dropout, which supervised fine-tuning keeps
+            own["training_forward"] = "model"
     return settings
 
 
 def require_trained(settings: dict, directory: Path) -> None:
     """Every step has logged one iteration and saved a model."""
     for step in settings["steps"]:
-        (row,) = read_metrics(directory / step)
+        (row,) = iterations_of(directory / step)
         assert row.get("objective/scores", row.get("reward", row.get("loss"))) is not None
         assert (directory / step / "model" / "model.safetensors").is_file()
 
 
 def run_recipe(settings: dict, directory: str) -> None:
-    pipeline.run(pipeline.parse(settings, ["--output_dir", directory]))
+    pipeline.run(parse(settings, ["--output_dir", directory]))
 
 
 FAST = ("gsm8k",)
 
 
-@pytest.mark.parametrize("name", slow_but(FAST, (*RECIPES, *OF_SETS)))
+@pytest.mark.parametrize("name", slow_but(FAST, (*RECIPES, *OF_SETS, *OF_MODELS)))
 def test_every_recipe_runs_a_tiny_step(name, ranks, tmp_path):
     """On rows with its sets' columns and two ranks; rollout and training logprobs are compared, which dropout would
     separate."""
@@ -228,10 +237,63 @@ def test_every_recipe_runs_a_tiny_step(name, ranks, tmp_path):
     ranks.run(run_recipe, settings, str(tmp_path / "run"))
     require_trained(settings, tmp_path / "run")
     last = [*settings["steps"]][-1]
-    (row,) = read_metrics(tmp_path / "run" / last)
+    (row,) = iterations_of(tmp_path / "run" / last)
     assert row["val/first_ratio_error"] < FIRST_RATIO
     end = tokenizer_of("gemma").convert_tokens_to_ids("<end_of_turn>")
     assert end in GenerationConfig.from_pretrained(tmp_path / "run" / last / "model").eos_token_id
+
+
+@pytest.mark.slow
+def test_the_recipe_of_an_agent_runs_a_tiny_step(ranks, small, tmp_path):
+    settings = tiny_recipe("agent_openai", str(small / "agent_model"), tmp_path)
+    settings["steps"]["agent"] |= {"num_generations": 2, "max_answer_seq_len": 24}
+    ranks.run(run_recipe, settings, str(tmp_path / "run"))
+    require_trained(settings, tmp_path / "run")
+
+
+QWEN3 = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960}
+QWEN3_1_7B = ("qwen3", (2048, 6144, 28, 16), {**QWEN3, "tie_word_embeddings": True})
+# Recipe → the model of its figures; sizes that are not here are transformers' defaults.
+PLANNED = {
+    "qwen3_gsm8k": QWEN3_1_7B,
+    "qwen3_5_lora": ("qwen3_5_text", (), {}),
+    "gpt_oss_20b_lora": ("gpt_oss", (), {"num_hidden_layers": 24, "num_local_experts": 32}),
+    "8gpu_qwen3_8b_full": ("qwen3", (4096, 12288, 36, 32), {**QWEN3, "tie_word_embeddings": False}),
+    "agent_openai": QWEN3_1_7B,
+}
+
+
+def plan_flags(name: str) -> str:
+    """The flags of `hybrid plan` in a recipe's comment."""
+    text = " ".join((CONFIGS / f"{name}.yaml").read_text().replace("\n#", "").split())
+    return re.search(r"--ranks .*?--device-memory 80GiB", text).group()
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_recipes_of_models_say_what_was_planned_and_run(name):
+    """Their settings are valid, and those of the plan."""
+    settings = parse(read_yaml(CONFIGS / f"{name}.yaml"), [])
+    *_, step = settings.steps
+    args, flags = arguments_of_step(step, settings), plan_flags(name)
+    rows = args.per_device_generation_batch_size * args.num_generations
+    assert f"--batch-size {rows} --prompt-length {args.max_prompt_seq_len} " in flags
+    assert f"--max-new-tokens {args.max_answer_seq_len} " in flags
+    assert (f"--lora {args.actor_lora_dim} " in flags) == bool(args.actor_lora_dim)
+    assert "Not this model." in (CONFIGS / f"{name}.yaml").read_text()
+
+
+@pytest.mark.parametrize("name", slow_but((), PLANNED))
+def test_figures_of_recipes_of_models_are_those_of_the_plan(name, tmp_path):
+    kind, sizes, more = PLANNED[name]
+    AutoConfig.for_model(kind, **dict(zip(SIZE_NAMES, sizes, strict=False)), **more).save_pretrained(tmp_path)
+    command = [sys.executable, "-m", "hybrid", "plan", str(tmp_path), *plan_flags(name).split()]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    expected = {" ".join(line.removesuffix("in use").split()) for line in printed.splitlines()}
+    text = (CONFIGS / f"{name}.yaml").read_text()
+    figures = [" ".join(line.strip("# ").split()) for line in text.splitlines() if re.search(r"\d\.\d +\d+\.\d", line)]
+    assert figures and set(figures) <= expected
+    held = re.search(r"Training holds ([\d.]+ GiB)", printed).group(1)
+    assert held in " ".join(text.replace("\n#", "").split())
 
 
 @pytest.mark.slow
@@ -255,4 +317,4 @@ def test_the_commands_of_the_readme_run(tmp_path):
         run_together([command], tmp_path, PYTHONPATH=path)
     require_trained(settings, tmp_path / "runs" / "8gpu_7b_lora")
     assert (tmp_path / "runs" / "8gpu_7b_lora" / "report.html").stat().st_size > 10_000
-    assert len(read_metrics(tmp_path / "runs" / "grpo")) == 2
+    assert len(iterations_of(tmp_path / "runs" / "grpo")) == 2

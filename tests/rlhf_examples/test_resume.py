@@ -2,21 +2,10 @@
 
 import pytest
 
-from tests.rank_pool import RankFailure, RankPool
-from tests.rlhf_examples.scripts import POINTS, logged, make_small_models, models_of, run_in_this_rank, run_until
+from tests.rank_pool import RankFailure, pool_of
+from tests.rlhf_examples.scripts import POINTS, logged, models_of, run_in_this_rank, run_until
 
-
-@pytest.fixture(scope="module")
-def mortal_ranks():
-    """A separate pool, whose ranks are killed."""
-    pool = RankPool(2)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    return make_small_models(tmp_path_factory.mktemp("small"))
+mortal_ranks = pool_of(2)  # a separate pool, whose ranks are killed
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +60,8 @@ def test_ppo_killed_at_any_point_resumes(point, mortal_ranks, small, undisturbed
     ("script", "point", "changes"),
     [
         ("grpo", "update", {"actor_lora_dim": 4}),
+        ("grpo", "update", {"training_forward": "exact"}),
+        ("grpo", "after saving", {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 20.0}),
         ("agent", "update", {}),
         ("ppo", "rollout", {"actor_lora_dim": 4, "critic_lora_dim": 4, "importance_sampling_correction": True}),
         ("ppo", "after saving", {"unsupervised_data_path": ["synthetic:stories"], "unsup_coef": 0.5}),

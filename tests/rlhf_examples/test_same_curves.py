@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from tests.rank_pool import RankPool
-from tests.rlhf_examples.scripts import TINY, logged, make_small_models, models_of, run_in_this_rank
+from tests.rank_pool import RankPool, pool_of
+from tests.rlhf_examples.scripts import TINY, logged, models_of, run_in_this_rank
 
 TOLERANCE = 1e-4  # sums over ranks and micro batches in another order, in float32
 ALL_OF_A_RANK = (
@@ -14,17 +14,7 @@ ALL_OF_A_RANK = (
 )
 
 
-@pytest.fixture(scope="module")
-def alone():
-    """One rank."""
-    pool = RankPool(1)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    return make_small_models(tmp_path_factory.mktemp("small"))
+alone = pool_of(1)
 
 
 def curves(pool: RankPool, script: str, zero_stage: int, small, directory, **changes) -> list[dict[str, float]]:
@@ -78,11 +68,13 @@ def test_metrics_of_every_script_do_not_depend_on_ranks_and_zero_stage(script, a
 @pytest.mark.parametrize(
     ("script", "changes"),
     [
-        ("ppo", {"max_tokens_per_batch": 60, "padding_free": True}),
+        ("ppo", {"max_tokens_per_batch": 60}),
+        ("ppo", {"training_forward": "model"}),
         ("ppo", {"entropy_coef": 0.1, "unsupervised_data_path": ["synthetic:stories"], "unsup_coef": 1.0}),
         ("grpo", {"loss_type": "grpo", "beta": 0.1, "mask_truncated_completions": True}),
         ("grpo", {"loss_type": "dr_grpo", "scale_rewards": "batch", "importance_sampling_level": "sequence"}),
-        ("sft", {"padding_free": True, "gradient_accumulation_steps": 2}),
+        ("sft", {"gradient_accumulation_steps": 2}),
+        ("grpo", {"training_forward": "exact", "beta": 0.1}),
         ("reward_model", {"loss_form": "tokenwise"}),
     ],
 )

@@ -15,6 +15,7 @@ import hybrid
 from rlhf_examples import chat, evaluate, pipeline
 from rlhf_examples.common.arguments import ChatArguments, EvaluateArguments
 from rlhf_examples.common.run_log import read_metrics
+from rlhf_examples.common.steps import parse
 from tests.marks import slow_but
 from tests.rank_pool import run_script
 from tests.rlhf_examples.scripts import (
@@ -22,6 +23,7 @@ from tests.rlhf_examples.scripts import (
     TIMES,
     TINY,
     TRAINING,
+    iterations_of,
     load_with_transformers,
     make_small_models,
     models_of,
@@ -74,7 +76,7 @@ def settings_of(*steps: str) -> dict:
 
 
 def run_pipeline(settings: dict, flags: list[str]) -> dict[str, float]:
-    summary = pipeline.run(pipeline.parse(settings, flags))
+    summary = pipeline.run(parse(settings, flags))
     engines = [type(obj) for obj in gc.get_objects() if issubclass(type(obj), DeepSpeedEngine | hybrid.InferenceEngine)]
     assert not engines, "engines of finished steps are still referenced"
     return summary
@@ -96,15 +98,18 @@ def done(ranks, tmp_path_factory):
 
 def test_every_step_saves_metrics_and_a_model(done):
     for name in ("sft", "reward_model", "ppo", "grpo", "dpo"):
-        rows = read_metrics(done / name)
+        rows = iterations_of(done / name)
+        (before,) = (row for row in read_metrics(done / name) if not row["iteration"])
+        held_out = {key for key in before if key != "iteration"}
+        assert held_out and held_out == {key for key in rows[-1] if key.startswith("eval_")}
         assert len(rows) == STEPS[name].get("num_iterations", STEPS[name].get("max_steps"))
         assert all(math.isfinite(value) for value in rows[-1].values() if isinstance(value, float))
         assert (done / name / "model" / "config.json").is_file() == (name != "dpo")
-    rows = read_metrics(done / "sft")
+    rows = iterations_of(done / "sft")
     assert rows[-1]["loss"] < rows[0]["loss"]
     sft_metrics = json.loads((done / "sft" / "done.json").read_text())
     assert sft_metrics["eval_loss"] < sft_metrics["before_eval_loss"]
-    assert all("eval_reward_model" in row and "eval_gold_score" in row for row in read_metrics(done / "ppo"))
+    assert all("eval_reward_model" in row and "eval_gold_score" in row for row in iterations_of(done / "ppo"))
     samples = json.loads((done / "ppo" / "samples.json").read_text())
     assert len(samples) == 2 and samples[0]["prompt"].endswith(" .")
     summary = json.loads((done / "summary.json").read_text())
@@ -113,7 +118,7 @@ def test_every_step_saves_metrics_and_a_model(done):
 
 def test_the_first_ratio_of_an_iteration_is_one(done):
     for name in ("ppo", "grpo"):
-        for row in read_metrics(done / name):
+        for row in iterations_of(done / name):
             assert row["val/first_ratio_error"] < 1e-5
             for kind in ("sampling", "control"):
                 assert row[f"{kind}/sampling_logp_difference/max"] < 1e-5
@@ -213,7 +218,7 @@ def test_streamed_records_with_bfloat16(ranks, tmp_path, script):
         for metrics in ranks.run(run_in_this_rank, script, settings)
     )
     assert first == second
-    rows = read_metrics(tmp_path / "run")
+    rows = iterations_of(tmp_path / "run")
     assert len(rows) == 4
     assert all(math.isfinite(value) for row in rows for value in row.values() if isinstance(value, float))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", dtype="auto")
@@ -248,7 +253,7 @@ def test_scripts_run_with_their_launcher(done, tmp_path, script):
     if script == "evaluate":
         assert json.loads((tmp_path / "found").read_text())[0]["gold_score"] >= 0
     else:
-        assert len(read_metrics(tmp_path)) == 1 and list((tmp_path / "tensorboard").iterdir())
+        assert len(iterations_of(tmp_path)) == 1 and list((tmp_path / "tensorboard").iterdir())
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
 from hybrid.kernels.host_memory import HostMemory
-from hybrid.weights.gather import Fetch, storage_for, whole_bytes, whole_in
+from hybrid.weights.gather import AsyncAllGather, storage_for, whole_bytes, whole_in
 from tests.engines import LARGE, CollectiveCount, engine_of, settings, storage_digest
 from tests.tiny_models import tiny_model
 
@@ -37,7 +37,7 @@ def check_fetch(threshold: int, dtype: torch.dtype) -> None:
         storage = {param: storage_for(param) for param in params}
         assert [memory.nbytes for memory in storage.values()] == [whole_bytes(param) for param in params]
         with CollectiveCount() as collectives:
-            fetch = Fetch(storage)
+            fetch = AsyncAllGather(storage)
             fetch.wait()
         available = all(state == ZeroParamStatus.AVAILABLE for state in status)
         assert (collectives.count == 0) == available
@@ -50,14 +50,14 @@ def check_fetch(threshold: int, dtype: torch.dtype) -> None:
         # Parameters that the caller has gathered are read directly.
         with deepspeed.zero.GatheredParameters(params[:2]), CollectiveCount() as collectives:
             second_storage = {param: torch.zeros_like(memory) for param, memory in storage.items()}
-            Fetch(second_storage).wait()
+            AsyncAllGather(second_storage).wait()
             dist.barrier()
         assert all(torch.equal(whole_in(second_storage[p], p), whole_in(storage[p], p)) for p in params)
         # Memory shared by ranks: partitions written by the other rank are visible.
         host = HostMemory.shared_by(params[0].ds_process_group)
         shared = {param: storage_for(param, host).fill_(0) for param in params}
         host.barrier()
-        Fetch(shared, host).wait()
+        AsyncAllGather(shared, host).wait()
         assert all(torch.equal(whole_in(shared[p], p), whole_in(storage[p], p)) for p in params)
         assert storage_digest(engine) == before
         host.barrier()
@@ -71,7 +71,7 @@ def test_a_fetch_equals_gathered_parameters(ranks):
 
 
 class Partitioned:
-    """Stands in for a ZeRO-3 parameter in a Fetch; counts how often it is hashed."""
+    """Stands in for a ZeRO-3 parameter in an AsyncAllGather; counts how often it is hashed."""
 
     ds_id, ds_status, ds_shape, ds_process_group = 0, ZeroParamStatus.NOT_AVAILABLE, torch.Size([4]), None
     ds_tensor = types.SimpleNamespace(final_location=None)
@@ -87,9 +87,9 @@ class Partitioned:
 
 
 def test_a_fetch_is_linear_in_its_parameters(monkeypatch):
-    monkeypatch.setattr(Fetch, "_bring", lambda self, param: [])
+    monkeypatch.setattr(AsyncAllGather, "_bring", lambda self, param: [])
     params = [Partitioned() for _ in range(500)]
-    fetch = Fetch(dict.fromkeys(params))
+    fetch = AsyncAllGather(dict.fromkeys(params))
     assert fetch.nbytes == 500 * 16
     assert fetch.through_deepspeed == []
     assert Partitioned.looked_up < 20 * 500

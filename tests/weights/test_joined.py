@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hybrid.decoders.torch_decoder import TorchDecoder
 from hybrid.models.reader import read_decoder
 from hybrid.weights import gather, lora
-from hybrid.weights.gather import Fetch, whole_in
+from hybrid.weights.gather import AsyncAllGather, whole_in
 from hybrid.weights.joined import empty_rows, joined_view
 from hybrid.weights.lora import merged_weight, read_adapters
 from tests.engines import engine_of, settings, train_step
@@ -42,13 +42,15 @@ def parameter_bytes(engine, *names: str) -> int:
     return sum(param.ds_numel * 4 for name, param in params if name.endswith(names))
 
 
-def check_torch_decoder(targets: str, size: int, family: str) -> None:
-    """Tokens equal Hugging Face's with and without adapters, and the snapshot is the only copy of the weights."""
+def check_torch_decoder(targets: str, size: int, family: str, keeps_base: bool) -> None:
+    """Tokens equal Hugging Face's with and without adapters, and the snapshot is the only copy of the weights.
+
+    keeps_base: within a memory limit that has room for the base and the merged weights.
+    """
     block = {"tp_gather_partition_size": 1, "inference_tp_size": size}
+    rollout = {"containers": "fused"} | ({"memory_limit": 2**40} if keeps_base else {})
     with mock.patch("hybrid.decoders.selection.cpu_library", lambda: None):
-        engine = engine_of(
-            adapted_model(targets, family), settings(hybrid_engine=block, rollout={"containers": "fused"})
-        )
+        engine = engine_of(adapted_model(targets, family), settings(hybrid_engine=block, rollout=rollout))
         ids, mask = prompts(3, 9, padded=True, seed=dist.get_rank())
         request = {"attention_mask": mask, "max_new_tokens": 6}
         base = tiny_model(family, num_key_value_heads=2).eval()
@@ -73,24 +75,32 @@ def check_torch_decoder(targets: str, size: int, family: str) -> None:
             # k is joined with the merged q and v, gate with the merged up.
             copied_bytes = parameter_bytes(engine, "k_proj.weight", "gate_proj.weight") if targets == "some" else 0
             copied_bytes += parameter_bytes(engine, "k_proj.bias") * 0
-            assert snapshot_bytes == base_bytes + merged_bytes + copied_bytes
+            assert snapshot_bytes == base_bytes + (merged_bytes + copied_bytes) * keeps_base
         engine.destroy()
 
 
 @pytest.mark.parametrize(
-    ("size", "targets"),
-    slow_but([(2, "all")], [(size, targets) for size in (1, 2) for targets in TARGETS]),
+    ("size", "targets", "keeps_base"),
+    slow_but(
+        [(2, "all", False)],
+        [
+            *((size, targets, False) for size in (1, 2) for targets in TARGETS),
+            *((1, targets, True) for targets in TARGETS),
+        ],
+    ),
 )
-def test_joined_matrices_are_read_in_the_gathered_buffers(ranks, targets, size):
-    ranks.run(check_torch_decoder, targets, size, "llama")
+def test_joined_matrices_are_read_in_the_gathered_buffers(ranks, targets, size, keeps_base):
+    ranks.run(check_torch_decoder, targets, size, "llama", keeps_base)
 
 
-def test_joined_biases_are_read_in_the_gathered_buffers(ranks):
-    ranks.run(check_torch_decoder, "some", 1, "qwen2")
+@pytest.mark.parametrize("keeps_base", [False, True])
+def test_joined_biases_are_read_in_the_gathered_buffers(ranks, keeps_base):
+    ranks.run(check_torch_decoder, "some", 1, "qwen2", keeps_base)
 
 
-def check_change() -> None:
+def check_change(keeps_base: bool) -> None:
     """The merged parts of a joined matrix change between calls."""
+    rollout = {"containers": "fused"} | ({"memory_limit": 2**40} if keeps_base else {})
     with mock.patch("hybrid.decoders.selection.cpu_library", lambda: None):
         model = adapted_model("some")
         more = peft.LoraConfig(r=2, target_modules=["k_proj", "v_proj"], init_lora_weights=False)
@@ -98,7 +108,7 @@ def check_change() -> None:
         reference = with_peft(tiny_model("llama", num_key_value_heads=2), target_modules=TARGETS["some"])
         reference.add_adapter("second", more)
         reference.load_state_dict(model.state_dict())
-        engine = engine_of(model, settings(rollout={"containers": "fused"}))
+        engine = engine_of(model, settings(rollout=rollout))
         ids, mask = prompts(3, 9, padded=True, seed=dist.get_rank())
         request = {"attention_mask": mask, "max_new_tokens": 6}
         for active in (["default"], ["second"], ["default", "second"], ["default"], ["second"]):
@@ -108,8 +118,9 @@ def check_change() -> None:
             assert engine.stats()["container_bytes"] == 0
 
 
-def test_switching_adapters_on_parts_of_a_joined_matrix(ranks):
-    ranks.run(check_change)
+@pytest.mark.parametrize("keeps_base", [False, True])
+def test_switching_adapters_on_parts_of_a_joined_matrix(ranks, keeps_base):
+    ranks.run(check_change, keeps_base)
 
 
 def check_staging() -> None:
@@ -121,7 +132,7 @@ def check_staging() -> None:
     storage = dict(zip(params, memory[:-1].split([param.ds_numel for param in params]), strict=True))
     with mock.patch.object(gather.dist, "get_backend", lambda group: "nccl"):
         assert gather.staging_bytes(params[0]) == 22 * 4
-        fetch = Fetch(storage)
+        fetch = AsyncAllGather(storage)
         assert fetch.staging_nbytes == (22 + 6) * 4
         fetch.wait()
     assert fetch.staging_nbytes == 0

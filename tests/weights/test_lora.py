@@ -6,11 +6,17 @@ import itertools
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from hybrid.config import HybridEngineConfig, RolloutConfig, check_settings
+from hybrid.models.model_info import ModelInfo
+from hybrid.models.modules import ignored_adapters
+from hybrid.training.invalid_settings import invalid_for_model
 from hybrid.weights.lora import merged_weight, read_adapters
+from tests.engines import engine_of, settings
 from tests.marks import slow_but
-from tests.tiny_models import ChatLoRA, prompts, tiny_model, with_peft
+from tests.tiny_models import SIZES, ChatLoRA, prompts, tiny_model, with_peft
 
 SETTINGS = {
     "plain": {},
@@ -73,6 +79,34 @@ def test_fan_in_fan_out_merges(dora):
 
 def test_lora_on_a_scaled_embedding_merges():
     assert_merge_equals(shake(with_peft(tiny_model("gemma3_text"), target_modules=["embed_tokens", "v_proj"])))
+
+
+ERNIE = {
+    **SIZES,
+    "moe_intermediate_size": 24,
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "moe_layer_start_index": 1,
+}
+
+
+def check_router_with_parameters_inside() -> None:
+    """LoRA on a router's weight, whose module has a child with a parameter of its own: a snapshot copies it too."""
+    model = with_peft(tiny_model("ernie4_5_moe", sizes=ERNIE), task_type="CAUSAL_LM").eval()
+    assert any("gate.base_layer.moe_statics" in name for name, _ in model.named_parameters())
+    reference = copy.deepcopy(model)
+    engine = engine_of(model, settings(3))
+    ids, mask = prompts(2, 7, padded=False, seed=dist.get_rank())
+    expected = reference.generate(input_ids=ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
+    assert torch.equal(engine.generate(input_ids=ids, attention_mask=mask, max_new_tokens=4, do_sample=False), expected)
+    scores = engine.score(expected, torch.ones_like(expected))
+    with torch.no_grad():
+        logps = reference(expected).logits.log_softmax(-1)[:, :-1].gather(2, expected[:, 1:, None])[..., 0]
+    torch.testing.assert_close(scores.per_token_logps, logps, atol=2e-4, rtol=1e-4)  # float32 sums in another order
+
+
+def test_lora_on_a_router_with_parameters_inside(ranks):
+    ranks.run(check_router_with_parameters_inside)
 
 
 def test_lora_on_expert_parameters_merges():
@@ -143,3 +177,21 @@ def test_merging_rounds_to_bf16_once():
     exact = weight.double() + 0.5 * (b.double() @ a.double())
     actual = merged_weight(weight, a, b, 0.5).bfloat16()
     assert torch.equal(actual, exact.bfloat16())
+
+
+def test_adapters_that_the_model_ignores_are_refused():
+    """Mamba's mixers read the weight of `dt_proj`: its adapter changes nothing in a forward, and a merge would."""
+    settings = HybridEngineConfig(), RolloutConfig()
+    model = with_peft(tiny_model("mamba", sizes={**SIZES, "state_size": 4}), target_modules=["dt_proj"]).eval()
+    ids, _ = prompts(2, 5, padded=False)
+    with torch.no_grad(), model.disable_adapter():
+        expected = model(ids).logits
+    assert torch.equal(model(ids).logits, expected)
+    assert [name.rpartition(".")[2] for name in ignored_adapters(model)] == ["dt_proj"] * 3
+    with pytest.raises(
+        ValueError, match=r"target_modules: .*dt_proj.*MambaForCausalLM reads the weights.*exclude_modules"
+    ):
+        check_settings(invalid_for_model(ModelInfo(model), *settings))
+    others = with_peft(tiny_model("mamba", sizes={**SIZES, "state_size": 4}), target_modules=["x_proj"])
+    assert not ignored_adapters(others) and not ignored_adapters(with_peft(tiny_model("llama")))
+    check_settings(invalid_for_model(ModelInfo(others), *settings))

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from deepspeed import zero
 
 from hybrid.models.model_info import ModelInfo
-from hybrid.weights.gather import Fetch
+from hybrid.weights.gather import AsyncAllGather
 from hybrid.weights.model_weights import read_weights
 from hybrid.weights.snapshot import Snapshot
 from tests.engines import engine_of, settings, train_step
@@ -39,10 +39,10 @@ def require_merged(engine, snapshot: Snapshot) -> None:
 def check_order() -> None:
     """Of group n + 1 the transfers start before group n is merged, after what the merge reads is there."""
     engine, snapshot = adapted_snapshot()
-    order, fetch, keep, wait = [], Fetch.__init__, Snapshot.keep_adapters, Fetch.wait
+    order, fetch, keep, wait = [], AsyncAllGather.__init__, Snapshot.keep_adapters, AsyncAllGather.wait
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Fetch, "__init__", lambda self, *args: (order.append("start"), fetch(self, *args))[1])
-        patch.setattr(Fetch, "wait", lambda self: (order.append("wait"), wait(self))[1])
+        patch.setattr(AsyncAllGather, "__init__", lambda self, *args: (order.append("start"), fetch(self, *args))[1])
+        patch.setattr(AsyncAllGather, "wait", lambda self: (order.append("wait"), wait(self))[1])
         patch.setattr(Snapshot, "keep_adapters", lambda self, layer: (order.append("merge"), keep(self, layer))[1])
         snapshot.refresh(NO_PHASE, adapters=True)
     groups = order.count("start")
@@ -62,13 +62,13 @@ def test_the_next_group_is_gathered_while_one_is_merged(ranks):
 def check_errors() -> None:
     """An error in a merge, on both ranks, comes when the next group is on its way."""
     engine, snapshot = adapted_snapshot()
-    fetches, fetch = [], Fetch.__init__
+    fetches, fetch = [], AsyncAllGather.__init__
 
     def failing(self, layer):
         raise RuntimeError("no memory")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Fetch, "__init__", lambda self, *args: (fetches.append(self), fetch(self, *args))[1])
+        patch.setattr(AsyncAllGather, "__init__", lambda self, *args: (fetches.append(self), fetch(self, *args))[1])
         patch.setattr(Snapshot, "keep_adapters", failing)
         with pytest.raises(RuntimeError, match="no memory"):
             snapshot.refresh(NO_PHASE, adapters=True)

@@ -14,18 +14,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.reader import read_decoder
 from hybrid.models.spec import ParamRef
-from hybrid.parallel import all_gather_objects
-from hybrid.weights.gather import Fetch, missing
+from hybrid.runtime.parallel import all_gather_objects
+from hybrid.weights.gather import AsyncAllGather, missing
 from hybrid.weights.joined import joined_refs
 from hybrid.weights.model_weights import read_weights
-from hybrid.weights.slice_exchange import Runs, layout_of, runs_of
-from hybrid.weights.slices import Cut, Shard, Slice, planned_slices, slices_of
+from hybrid.weights.slice_exchange import ContiguousRanges, layout_of, runs_of
+from hybrid.weights.slices import Shard, Slice, SliceSpec, planned_slices, slices_of
 from hybrid.weights.snapshot import Snapshot
-from tests.engine.test_memory_modes import LiveBytes
-from tests.engine.test_tensor_parallel import check_family
 from tests.engines import LARGE, engine_of, settings, storage_digest, train_step
-from tests.rank_pool import RankPool
+from tests.rank_pool import pool_of
 from tests.tiny_models import SIZES, tiny_model, twin
+from tests.training.test_memory_modes import LiveBytes
+from tests.training.test_tensor_parallel import check_family
 
 # ------------------------------------------------------------ arithmetic
 
@@ -47,11 +47,11 @@ def random_slice(rng: random.Random) -> tuple[Slice, torch.Size]:
         kinds, selects = [*kinds, "kv"], selects[:2] if len(shape) == 1 else selects
     kind = rng.choice(kinds)
     select = rng.choice(selects) if kind not in ("kv", "halves") else None
-    cut = None if kind == "whole" else Cut(kind, Shard(size, rng.randrange(size)), heads)
+    cut = None if kind == "whole" else SliceSpec(kind, Shard(size, rng.randrange(size)), heads)
     return Slice(ParamRef(nn.Module(), "weight", select), (), cut), torch.Size(shape)
 
 
-def copied(all_runs: list[Runs], whole: torch.Tensor, part: torch.Tensor, shard_numel: int) -> torch.Tensor:
+def copied(all_runs: list[ContiguousRanges], whole: torch.Tensor, part: torch.Tensor, shard_numel: int) -> torch.Tensor:
     """`part`, filled from the shards of `whole`."""
     for first in range(0, whole.numel(), shard_numel):
         shard = whole.view(-1)[first : first + shard_numel].clone()
@@ -84,7 +84,7 @@ def test_runs_of_shards_make_up_every_slice():
 
 def test_a_large_weight_has_few_runs():
     for kind in ("rows", "columns"):
-        part = Slice(ParamRef(nn.Module(), "weight"), (), Cut(kind, Shard(8, 3)))
+        part = Slice(ParamRef(nn.Module(), "weight"), (), SliceSpec(kind, Shard(8, 3)))
         (runs,) = runs_of(part, torch.Size([8192, 28672]))
         assert runs.numel == 8192 * 28672 // 8
         assert len(runs.within(10**7, 2 * 10**7)) <= 3
@@ -129,23 +129,22 @@ class Received:
 
         def fetch(storage, *args):
             self.whole += storage
-            return Fetch(storage, *args)
+            return AsyncAllGather(storage, *args)
 
         self.patch.setattr(dist, "all_to_all_single", all_to_all)
         self.patch.setattr(dist, "irecv", irecv)
-        self.patch.setattr("hybrid.weights.snapshot.Fetch", fetch)
+        self.patch.setattr("hybrid.weights.snapshot.AsyncAllGather", fetch)
         return self
 
     def __exit__(self, *exc) -> None:
         self.patch.undo()
 
 
-def snapshot_of(model: nn.Module, size: int) -> Snapshot:
-    """A snapshot of this rank's slices: for a decoder on a GPU, or for the model's own modules if there is no
-    decoder."""
+def snapshot_of(model: nn.Module, size: int, own_modules: bool = False) -> Snapshot:
+    """A snapshot of this rank's slices: for a decoder on a GPU, or for the model's own modules."""
     info, shard = ModelInfo(model), Shard(size, dist.get_rank() % size)
     weights = read_weights(info, layers_per_group=2)
-    if info.layout is None:
+    if own_modules:
         return Snapshot(weights, planned_slices(info.tp_plan, shard))
     return Snapshot(weights, slices_of(info.layout, shard), decoder_only=True, joined=joined_refs(info.layout))
 
@@ -206,7 +205,7 @@ def check_slices(case: str, sizes: list[int], dtype: torch.dtype = torch.float32
     before = storage_digest(engine)
     for size in sizes:
         with separate_hosts():
-            snapshot = snapshot_of(engine.module, size)
+            snapshot = snapshot_of(engine.module, size, case.startswith("modules"))
             received = refreshed(snapshot)
         require_slices(snapshot, reference)
         assert received.collectives == len(snapshot.weights.groups), case
@@ -227,11 +226,7 @@ def test_slices_in_bfloat16(ranks, case):
     ranks.run(check_slices, case, [2], torch.bfloat16)
 
 
-@pytest.fixture(scope="module")
-def four_ranks():
-    pool = RankPool(4)
-    yield pool
-    pool.close()
+four_ranks = pool_of(4)
 
 
 @pytest.mark.parametrize("case", ["uneven", "tied", "experts", "bloom", "modules"])

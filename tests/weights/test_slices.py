@@ -12,7 +12,7 @@ from tests.tiny_models import ALL_FAMILIES, tiny_model
 
 def slices_by_rank(layout: DecoderLayout, ref: ParamRef, size: int) -> list[torch.Tensor | None]:
     """The ranks' slices of a parameter."""
-    parameter = ref.module._parameters[ref.parameter]
+    parameter = getattr(ref.module, ref.parameter)
     return [slices_of(layout, Shard(size, index))[ref].of(parameter) for index in range(size)]
 
 
@@ -24,13 +24,14 @@ def test_slices_cover_every_parameter_once(family, size):
     spec = layout.spec
     for layer in (layout.outer, *layout.layers):
         for role, ref in layer.items():
-            parameter = ref.module._parameters[ref.parameter]
+            parameter = getattr(ref.module, ref.parameter)
             if parameter is None:
                 continue
             selected = parameter if ref.select is None else ref.select(parameter)
             slices = slices_by_rank(layout, ref, size)
             name, _, kind = role.partition(".")
-            if name in ("q", "gate", "up", "embedding", "head"):
+            name = name.removeprefix("shared_")
+            if name in ("q", "attention_gate", "q_b", "kv_b", "sinks", "gate", "up", "embedding", "head"):
                 assert torch.equal(torch.cat(slices)[: len(selected)], selected), role
                 assert not torch.cat(slices)[len(selected) :].any(), role
             elif name in ("k", "v"):
@@ -38,7 +39,7 @@ def test_slices_cover_every_parameter_once(family, size):
                 assert torch.equal(torch.cat(slices[::copies]), selected), role
             elif name in ("o", "down") and kind == "weight":
                 assert torch.equal(torch.cat(slices, dim=1)[:, : selected.shape[1]], selected), role
-            elif name in ("o", "down"):
+            elif name in ("o", "down", "experts_down") and kind == "bias":
                 assert torch.equal(slices[0], selected), role
                 assert slices[1:] == [None] * (size - 1), role
             elif name == "experts_down":
@@ -79,4 +80,4 @@ def test_heads_by_rank():
 def test_heads_that_tp_size_does_not_divide_raise(size):
     spec = read_decoder(tiny_model("llama")).spec
     with pytest.raises(ValueError, match=rf"inference_tp_size: {size} given; .*4 attention heads.*by 1, 2, 4"):
-        require_divisible(spec.num_heads, spec.num_kv_heads, size)
+        require_divisible(size, spec.num_heads, spec.num_kv_heads)

@@ -1,7 +1,7 @@
 // Paged attention, one KV head at a time: its query heads share every load.
 //
 // A block holds BLOCK_SIZE tokens.  keys [blocks, kv_heads, key_dims, BLOCK_SIZE], values [blocks, kv_heads, BLOCK_SIZE,
-// head_pad] of the model's dtype; head_pad is head_dim rounded up to whole vectors. Where bfloat16 is multiplied in pairs,
+// head_pad] of the model's dtype; head_pad is value_dim rounded up to whole vectors. Where bfloat16 is multiplied in pairs,
 // keys are [.., key_dims / 2, BLOCK_SIZE, 2] and values [.., BLOCK_SIZE / 2, head_pad, 2], so that a load is of pairs, and
 // 16 rows are an operand of AMX.
 //
@@ -37,27 +37,34 @@ template <typename T> static inline T* value_at(T* values, int64_t head_pad, int
   return IN_PAIRS<T> ? values + (t / 2 * head_pad + i) * 2 + t % 2 : values + t * head_pad + i;
 }
 // Dimensions of a key in the cache: an even number.
-static inline int64_t key_dims(int64_t head_dim) { return (head_dim + 1) / 2 * 2; }
+static inline int64_t key_dims(int64_t key_dim) { return (key_dim + 1) / 2 * 2; }
 
 struct AttentionShape {
-  int64_t kv_heads, head_dim, head_pad;
+  int64_t kv_heads, key_dim, value_dim, head_pad;
   float scale, softcap;
-  int64_t window;  // 0: none
+  int64_t window;  // as LayerSpec's
   bool alibi_bfloat16;
 };
 
 // One query head of one token.
 struct Query {
-  const float* q;   // [head_dim]
-  float* out;       // [head_dim]
+  const float* q;   // [key_dim]
+  float* out;       // [value_dim]
   int64_t position;
   float slope;      // ALiBi's; 0: none
   float* parts;     // the sums of each of its splits, as SplitSums::save writes them; null: they are merged
+  const float* sink;  // the logit of a key without a value; null: none
 };
+
+// The first token that one at `position` sees.
+static inline int64_t first_seen(int64_t window, int64_t position) {
+  if (window < 0) return position / -window * -window;
+  return window ? std::max<int64_t>(position - window + 1, 0) : 0;
+}
 
 // Splits that a token at `position` sees.
 static inline Range splits_seen(const AttentionShape& s, int64_t position) {
-  return {(s.window ? std::max<int64_t>(position - s.window + 1, 0) : 0) / SPLIT_TOKENS, position / SPLIT_TOKENS + 1};
+  return {first_seen(s.window, position) / SPLIT_TOKENS, position / SPLIT_TOKENS + 1};
 }
 
 // Of a query and the tokens of a split: the largest score, the sum of exp(score - largest), and that of its products with
@@ -101,8 +108,8 @@ struct AttentionWork {
   uint32_t* pairs;  // of the queries, [MOST_QUERIES, pairs_stride]
 
   // Of a query in pairs: whole tiles, of which the rest is 0.
-  static int64_t pairs_stride(int64_t head_dim) { return (head_dim + 31) / 32 * 16; }
-  static int64_t floats(int64_t head_dim, int64_t head_pad) { return MOST_QUERIES * (2 * head_pad + SCORES_STRIDE + pairs_stride(head_dim)); }
+  static int64_t pairs_stride(int64_t key_dim) { return (key_dim + 31) / 32 * 16; }
+  static int64_t floats(int64_t key_dim, int64_t head_pad) { return MOST_QUERIES * (2 * head_pad + SCORES_STRIDE + pairs_stride(key_dim)); }
   AttentionWork(float* base, int64_t head_pad)
       : sums(base), scores(sums + 2 * MOST_QUERIES * head_pad), pairs((uint32_t*)(scores + MOST_QUERIES * SCORES_STRIDE)) {}
 };
@@ -118,7 +125,7 @@ template <typename T> struct Context {
   int64_t first_block() const { return tokens.first / BLOCK_SIZE; }
   int64_t blocks() const { return (tokens.size() + BLOCK_SIZE - 1) / BLOCK_SIZE; }
   int64_t at(int64_t block) const { return table[first_block() + block] * shape.kv_heads + kv_head; }
-  const T* key(int64_t block) const { return keys + at(block) * key_dims(shape.head_dim) * BLOCK_SIZE; }
+  const T* key(int64_t block) const { return keys + at(block) * key_dims(shape.key_dim) * BLOCK_SIZE; }
   const T* value(int64_t block) const { return values + at(block) * BLOCK_SIZE * shape.head_pad; }
   // Tokens of a block: the rest of the last one may never have been written.
   int64_t tokens_of(int64_t block) const { return std::min<int64_t>(BLOCK_SIZE, tokens.size() - block * BLOCK_SIZE); }
@@ -138,7 +145,7 @@ template <typename Body> static inline void in_runs(int count, Body body) {
 template <int N, typename T>
 static __attribute__((noinline)) void key_products(const AttentionShape& s, const Query* queries, const uint32_t* pairs, const T* keys, const T* next,
                                                    float* products) {
-  const int64_t dims = s.head_dim;
+  const int64_t dims = s.key_dim;
   Vec acc[N][BLOCK_VECS];
   for (int n = 0; n < N; n++)  // GCC 12 would make a call of memset of `= {}`
     for (int j = 0; j < BLOCK_VECS; j++) acc[n][j] = Vec{};
@@ -168,7 +175,7 @@ static __attribute__((noinline)) void key_products(const AttentionShape& s, cons
 // see. Gives the largest.
 template <typename T> static float to_scores(const AttentionShape& shape, const Query& query, Range tokens, float* row) {
   const AttentionShape s = shape;  // a copy: a store of a float cannot change it
-  const int32_t position = int32_t(query.position), window = int32_t(s.window);
+  const int32_t position = int32_t(query.position), first = int32_t(first_seen(s.window, position));
   const float slope = query.slope;
   Vec top = splat(-INFINITY);
   VecI token;
@@ -177,9 +184,9 @@ template <typename T> static float to_scores(const AttentionShape& shape, const 
     Vec score = s.softcap ? capped<T>(s, load(row + t)) : unfused(load(row + t) * s.scale);
     if (slope) score += alibi<T>(s, slope, __builtin_convertvector(token, Vec));
     if (slope && !s.alibi_bfloat16) score = rounded<T>(score);
-    if (window || tokens.first + t + LANES - 1 > position) {
+    if (s.window || tokens.first + t + LANES - 1 > position) {
       VecI seen = token <= position;
-      if (window) seen &= token > position - window;
+      if (s.window) seen &= token >= first;
       score = seen ? score : splat(-INFINITY);
     }
     store(row + t, score);
@@ -244,7 +251,7 @@ static __attribute__((noinline)) void value_products(const Context<T>& context, 
 #if TILES
 // `key_products` of 16 queries, in tiles of [16 queries, 16 tokens].
 static void key_tiles(const AttentionShape& s, const uint32_t* pairs, const bf16* keys, float* products) {
-  const int64_t stride = AttentionWork::pairs_stride(s.head_dim), key_pairs = key_dims(s.head_dim) / 2;
+  const int64_t stride = AttentionWork::pairs_stride(s.key_dim), key_pairs = key_dims(s.key_dim) / 2;
   _tile_zero(0);
   _tile_zero(1);
   for (int64_t d = 0; d < key_pairs; d += TILE) {
@@ -309,7 +316,7 @@ static void attend_split(const AttentionShape& s, const Query* queries, int coun
   int64_t last = 0, first = INT64_MAX;
   for (int n = 0; n < count; n++) {
     last = std::max(last, queries[n].position);
-    first = std::min(first, s.window ? std::max<int64_t>(queries[n].position - s.window + 1, 0) : 0);
+    first = std::min(first, first_seen(s.window, queries[n].position));
   }
   first = std::max(first, split * SPLIT_TOKENS) / BLOCK_SIZE * BLOCK_SIZE, last = std::min(last + 1, (split + 1) * SPLIT_TOKENS);
   const Context<T> context{s, keys, values, table, kv_head, {first, last}};
@@ -325,7 +332,7 @@ static void attend_split(const AttentionShape& s, const Query* queries, int coun
 #endif
     const T* next = context.key(std::min(block + 1, blocks - 1));
     in_runs(count, [&](auto n, int from) {
-      const uint32_t* pairs = work.pairs + from * AttentionWork::pairs_stride(s.head_dim);
+      const uint32_t* pairs = work.pairs + from * AttentionWork::pairs_stride(s.key_dim);
       key_products<n>(s, queries + from, pairs, context.key(block), next, products + from * SCORES_STRIDE);
     });
   }
@@ -344,7 +351,8 @@ static void attend_split(const AttentionShape& s, const Query* queries, int coun
 }
 
 template <typename T> static inline void write_output(const AttentionShape& s, const Query& query, const SplitSums& sums) {
-  for (int64_t d = 0; d < s.head_dim; d++) query.out[d] = rounded<T>(sums.out[d] / sums.total);
+  const float total = query.sink ? sums.total + exp(splat(*query.sink - sums.max_score))[0] : sums.total;
+  for (int64_t d = 0; d < s.value_dim; d++) query.out[d] = rounded<T>(sums.out[d] / total);
 }
 
 // `count` queries of one KV head, at most `queries_at_once`, over some splits of their sequence.
@@ -359,9 +367,9 @@ static void attend(const AttentionShape& s, const Query* queries, int count, int
   splits = {std::max(splits.first, seen.first), std::min(splits.last, seen.last)};
   SplitSums all[MOST_QUERIES], sums[MOST_QUERIES];
   for (int n = 0; n < count; n++) {
-    uint32_t* pairs = work.pairs + n * AttentionWork::pairs_stride(s.head_dim);
-    for (int64_t d = 0; d < 2 * AttentionWork::pairs_stride(s.head_dim) && IN_PAIRS<T>; d += 2)
-      pairs[d / 2] = pair_of(d < s.head_dim ? queries[n].q[d] : 0.0f, d + 1 < s.head_dim ? queries[n].q[d + 1] : 0.0f);
+    uint32_t* pairs = work.pairs + n * AttentionWork::pairs_stride(s.key_dim);
+    for (int64_t d = 0; d < 2 * AttentionWork::pairs_stride(s.key_dim) && IN_PAIRS<T>; d += 2)
+      pairs[d / 2] = pair_of(d < s.key_dim ? queries[n].q[d] : 0.0f, d + 1 < s.key_dim ? queries[n].q[d + 1] : 0.0f);
     all[n].out = work.sums + n * s.head_pad, sums[n].out = work.sums + (MOST_QUERIES + n) * s.head_pad;
   }
   for (int64_t split = splits.first; split < splits.last; split++) {

@@ -71,8 +71,9 @@ struct Output {
   int64_t stride;
   float factor = 1.0f;
   bool is_partial = false;
+  bool keeps_float32 = false;  // ADD: the sum is not rounded
 
-  Output at(int64_t row, int64_t column) const { return {mode, data + row * stride + column, stride, factor, is_partial}; }
+  Output at(int64_t row, int64_t column) const { return {mode, data + row * stride + column, stride, factor, is_partial, keeps_float32}; }
   // Columns [column, column + 4) of a row.
   template <typename T> void write(int64_t row, int64_t column, Vec4 sums) const {
     float* y = data + row * stride + column;
@@ -81,17 +82,24 @@ struct Output {
       return;
     }
     const Vec4 value = is_partial ? sums : rounded<T>(sums);
-    *(Vec4Any*)y = mode == STORE ? value : rounded<T>(*(const Vec4Any*)y + unfused(rounded<T>(value * factor)));
+    if (mode == STORE) {
+      *(Vec4Any*)y = value;
+      return;
+    }
+    const Vec4 added = *(const Vec4Any*)y + unfused(rounded<T>(value * factor));
+    *(Vec4Any*)y = keeps_float32 ? added : rounded<T>(added);
   }
   template <typename T> void write(int64_t row, int64_t column, float sum) const {
     float& y = data[row * stride + column];
     const float value = is_partial ? sum : rounded<T>(sum);
-    if (mode == STORE)
+    if (mode == STORE) {
       y = value;
-    else if (mode == ADD_LORA && (std::is_same_v<T, float> || is_partial))
+    } else if (mode == ADD_LORA && (std::is_same_v<T, float> || is_partial)) {
       y = fused_multiply_add(value, factor, y);
-    else
-      y = rounded<T>(y + unfused(rounded<T>(value * factor)));
+    } else {
+      const float added = y + unfused(rounded<T>(value * factor));
+      y = keeps_float32 ? added : rounded<T>(added);
+    }
   }
 };
 
@@ -454,7 +462,7 @@ template <typename T> static void linear(const Linear& l, const Rows& x, const O
   }
 }
 
-// Rows [first, first + count) of a Linear that has one part and no bias.
+// Rows [first, first + count) of a Linear that has one part, without its bias.
 template <typename T> static inline Linear rows_of(const Linear& l, int64_t first, int64_t count) {
   Linear part{};
   part.weight[0] = (const char*)l.weight[0] + first * l.inputs * (l.scale[0] ? sizeof(Int8<T>) : sizeof(T));

@@ -1,5 +1,5 @@
 // Sampling: one pass over a row's logits for its maximum, sums and logprobs; then only the chunk with the drawn token is
-// read again. Counter-based RNG (splitmix64), equal to that of hybrid/generation/sampler.py.
+// read again. Counter-based RNG (splitmix64), equal to that of hybrid/sampling/sampler.py.
 #pragma once
 #include <algorithm>
 #include <utility>
@@ -24,12 +24,13 @@ struct ChunkSums {
   float max_logit;
   double mass, raw;
 };
-static inline float chunk_max(const float* x, int64_t count) {  // NaN counts as -inf
+// The largest logit, NaN not counted. `below`: cleared where a logit is NaN or +inf; masked tokens are -inf.
+static inline float chunk_max(const float* x, int64_t count, VecI& below) {
   Vec top = splat(-INFINITY);
   int64_t i = 0;
-  for (; i + LANES <= count; i += LANES) top = max(load(x + i), top);
+  for (; i + LANES <= count; i += LANES) top = max(load(x + i), top), below &= load(x + i) < INFINITY;
   float max_logit = largest(top);
-  for (; i < count; i++) max_logit = std::max(max_logit, x[i]);
+  for (; i < count; i++) max_logit = std::max(max_logit, x[i]), below &= -(x[i] < INFINITY);
   return max_logit;
 }
 static inline double chunk_mass(const float* x, int64_t count, float max_logit, float inverse_temperature) {
@@ -44,15 +45,16 @@ static inline double chunk_mass(const float* x, int64_t count, float max_logit, 
 struct Row {
   const float* logits;
   int64_t vocabulary;
-  float max_logit = -INFINITY;
+  float max_logit = -INFINITY;  // NaN, as the sums are, if a logit is NaN or +inf
   double mass = 0, raw = 0;  // sums of exp((x - max_logit) / T) and exp(x - max_logit)
   std::vector<ChunkSums> chunks;
 
   Row() : logits(nullptr), vocabulary(0) {}
   Row(const float* logits, int64_t vocabulary, float inverse_temperature) : logits(logits), vocabulary(vocabulary) {
+    VecI below = ~VecI{};
     for (int64_t start = 0; start < vocabulary; start += CHUNK) {
       const int64_t count = std::min(CHUNK, vocabulary - start);
-      ChunkSums b{chunk_max(logits + start, count), 0, 0};
+      ChunkSums b{chunk_max(logits + start, count, below), 0, 0};
       if (b.max_logit > -INFINITY) {
         b.raw = chunk_mass(logits + start, count, b.max_logit, 1.0f);
         b.mass = inverse_temperature == 1.0f ? b.raw : chunk_mass(logits + start, count, b.max_logit, inverse_temperature);
@@ -60,6 +62,7 @@ struct Row {
       max_logit = std::max(max_logit, b.max_logit);
       chunks.push_back(b);
     }
+    if (!all(below)) max_logit = mass = raw = NAN;
     for (ChunkSums& b : chunks) {
       if (b.max_logit == -INFINITY) continue;
       b.mass *= std::exp(double(b.max_logit - max_logit) * inverse_temperature);
@@ -67,11 +70,13 @@ struct Row {
       raw += b.raw * std::exp(double(b.max_logit) - max_logit);
     }
   }
-  int64_t argmax() const {
+  // Whether the logits have a softmax: none is NaN or +inf, and not all are -inf.
+  bool is_valid() const { return max_logit > -INFINITY; }
+  int64_t argmax() const {  // of a valid row
     int64_t chunk = 0;
     while (chunks[chunk].max_logit != max_logit) chunk++;
     int64_t token = chunk * CHUNK;
-    while (logits[token] != max_logit && token + 1 < vocabulary) token++;  // the last one if all are NaN
+    while (logits[token] != max_logit) token++;
     return token;
   }
   // The sum of exp(y) · -y over tokens, y = (x - max_logit) / T. The entropy is log(mass) + entropy_sum / mass.
@@ -221,6 +226,10 @@ static Candidate draw_from(const std::vector<Candidate>& kept, double u, const W
   return drawn;
 }
 
+static inline const Draw& draw_of(const Samples& samples, int64_t row) {
+  return samples.draws[samples.draw_of_row ? samples.draw_of_row[row] : 0];
+}
+
 // The least logit that min_p keeps.
 static inline float min_p_floor(const Draw& draw, float max_logit) {
   return draw.min_p > 0 ? float(max_logit + std::log(draw.min_p) * draw.temperature) : -INFINITY;
@@ -240,7 +249,7 @@ static inline float inverse_temperature_of(const Draw& draw) { return draw.tempe
 static int64_t truncated_draw(const Row& row, const Draw& draw, double u, double& mass) {
   const Weights weights{row.max_logit, float(1.0 / draw.temperature)};
   std::vector<Candidate> kept;
-  const float least = draw.top_k && draw.top_k < row.vocabulary ? kth_largest(row, draw.top_k, kept) : -INFINITY;
+  const float least = draw.top_k && draw.top_k < row.vocabulary ? kth_largest(row, int64_t(draw.top_k), kept) : -INFINITY;
   const float floor = min_p_floor(draw, row.max_logit);
   if (draw.top_p < 1) {
     double before = row.mass;

@@ -23,7 +23,7 @@ template <typename E> static std::vector<E> gathered(Group& g, const std::vector
   return all;
 }
 
-// The sums over all slices of each row, relative to the largest logit of all.
+// The sums over all slices of each row, relative to the largest logit of all. All NaN if a slice's are.
 struct WholeRow {
   double max_logit, mass, raw, entropy_sum, target_logit;
   int64_t argmax;
@@ -31,7 +31,7 @@ struct WholeRow {
 static WholeRow whole_row(const Group& g, const std::vector<SliceSums>& all, int64_t rows, int64_t row, float inverse_temperature) {
   WholeRow whole{-INFINITY, 0, 0, 0, 0, 0};
   for (int64_t r = 0; r < g.size; r++)
-    if (const SliceSums& slice = all[r * rows + row]; r == 0 || slice.max_logit > whole.max_logit)
+    if (const SliceSums& slice = all[r * rows + row]; r == 0 || slice.max_logit > whole.max_logit || std::isnan(slice.max_logit))
       whole.max_logit = slice.max_logit, whole.argmax = slice.argmax;
   for (int64_t r = 0; r < g.size; r++) {
     const SliceSums& slice = all[r * rows + row];
@@ -122,7 +122,7 @@ static std::vector<Found> truncated_draws(Group& g, const std::vector<Row>& own,
   std::vector<double> before(rows);
   for (int64_t row = 0; row < rows; row++) before[row] = whole[row].mass;
   if (draw.top_k && draw.top_k < vocabulary) {
-    least = least_of_top_k(g, own, draw.top_k, threads);
+    least = least_of_top_k(g, own, int64_t(draw.top_k), threads);
     if (draw.top_p < 1) before = mass_from(g, own, least, whole, inverse_temperature, threads);
   }
   for (int64_t row = 0; row < rows; row++) from[row] = std::max(least[row], min_p_floor(draw, float(whole[row].max_logit)));

@@ -45,6 +45,11 @@ static inline float to_float(bf16 x) {
   return f;
 }
 static inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
+static inline bool all(VecI lanes) {
+  int32_t set = -1;
+  for (int i = 0; i < LANES; i++) set &= lanes[i];
+  return set;
+}
 
 // The lanes from `HALF` on, first.
 template <int HALF> static inline Vec upper(Vec v) {

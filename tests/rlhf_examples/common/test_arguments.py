@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_examples.common.arguments import (
+    AgentArguments,
     ChatArguments,
     DPOArguments,
     EvaluateArguments,
@@ -12,10 +13,10 @@ from rlhf_examples.common.arguments import (
     PPOArguments,
     RewardModelArguments,
     SFTArguments,
-    parse_arguments,
-    read_yaml,
+    VisionGRPOArguments,
 )
-from rlhf_examples.pipeline import SCRIPTS, arguments_of_step, parse
+from rlhf_examples.common.parsing import parse_arguments, read_yaml
+from rlhf_examples.common.steps import SCRIPTS, arguments_of_step, parse
 
 CONFIGS = sorted((Path(__file__).resolve().parents[3] / "configs").glob("*.yaml"))
 PIPELINES = [path for path in CONFIGS if "steps" in read_yaml(path)]
@@ -95,7 +96,16 @@ def test_an_unknown_key_raises_with_the_nearest_key(tmp_path):
         (SFTArguments, {"zero_stage": 4}, "zero_stage: 4 given; allowed: 0, 1, 2, 3"),
         (SFTArguments, {"keep_last": 0}, "keep_last: 0 given; it must be at least 1"),
         (SFTArguments, {"eval_fraction": 2.0}, "eval_fraction: 2.0 given; it must be at most 1"),
-        (SFTArguments, {"padding_free": True, "logit_chunk": 0}, "give a logit_chunk"),
+        (
+            SFTArguments,
+            {"training_forward": "padded"},
+            "training_forward: 'padded' given; allowed: model, packed, exact",
+        ),
+        (
+            SFTArguments,
+            {"lora_dropout": 0.1},
+            "0.1 given with training_forward: 'packed'.*give lora_dropout: 0, or training_forward: 'model'",
+        ),
         (RewardModelArguments, {"loss_form": "first"}, "loss_form: 'first' given; allowed: last, tokenwise"),
         (PPOArguments, {"logprob_mode": "guess"}, "logprob_mode: 'guess' given"),
         (
@@ -118,6 +128,70 @@ def test_an_unknown_key_raises_with_the_nearest_key(tmp_path):
         (PPOArguments, {"critic_zero_stage": 4}, "critic_zero_stage: 4 given; allowed: 0, 1, 2, 3"),
         (GRPOArguments, {"loss_type": "ppo"}, "loss_type: 'ppo' given; allowed: grpo, dr_grpo, dapo, bnpo"),
         (GRPOArguments, {"num_generations": 1}, "num_generations: 1 given; it must be at least 2"),
+        (
+            GRPOArguments,
+            {"loss_type": "cispo"},
+            "epsilon_high: 0.0 given with loss_type: 'cispo', where it is the upper bound of the ratio itself",
+        ),
+        (
+            GRPOArguments,
+            {"loss_type": "sapo", "epsilon": 0.3},
+            "epsilon: 0.3 given with loss_type: 'sapo', which has none; give one of grpo, dr_grpo, dapo, bnpo, luspo",
+        ),
+        (GRPOArguments, {"sapo_temperature_pos": 2.0}, "sapo_temperature_pos: 2.0 given with loss_type: 'dapo'"),
+        (GRPOArguments, {"loss_type": "kl_cov", "delta": 2.0}, "delta: 2.0 given with loss_type: 'kl_cov'"),
+        (
+            GRPOArguments,
+            {"loss_type": "gmpo", "importance_sampling_level": "sequence"},
+            "importance_sampling_level: 'sequence' given with loss_type: 'gmpo'; give 'token', or one of grpo",
+        ),
+        (GRPOArguments, {"loss_type": "luspo"}, "'token' given with loss_type: 'luspo'.*give 'sequence'"),
+        (
+            GRPOArguments,
+            {
+                "loss_type": "vespo",
+                "importance_sampling_correction": True,
+                "importance_sampling_mode": "sequence_mask",
+            },
+            "importance_sampling_mode: 'sequence_mask' given with loss_type: 'vespo'.*give token_truncate",
+        ),
+        (GRPOArguments, {"entropy_target": 1.0}, "entropy_target: 1.0 given with use_adaptive_entropy: false"),
+        (
+            GRPOArguments,
+            {"use_adaptive_entropy": True, "entropy_coef": 2.0},
+            "entropy_coef: 2.0 given with use_adaptive_entropy; it must lie between entropy_coef_min, 0.0",
+        ),
+        (
+            GRPOArguments,
+            {"advantages": "opo", "scale_rewards": "none"},
+            "scale_rewards: 'none' given with advantages: 'opo'; allowed: group",
+        ),
+        (GRPOArguments, {"gamma": 0.9}, "gamma: 0.9 given with advantages: 'group'"),
+        (GRPOArguments, {"use_kl_in_reward": True}, "use_kl_in_reward: true given with beta: 0"),
+        (
+            GRPOArguments,
+            {"advantages": "remax", "partial_rollout": True, "importance_sampling_correction": True},
+            "advantages: 'remax' given with dynamic_sampling or partial_rollout",
+        ),
+        (
+            GRPOArguments,
+            {"advantages": "rloo", "multi_objective_aggregation": "normalize_then_sum"},
+            "advantages: 'rloo' given with multi_objective_aggregation: 'normalize_then_sum'",
+        ),
+        (AgentArguments, {"advantages": "remax"}, "advantages: 'remax' given; leave it out here, or run"),
+        (VisionGRPOArguments, {"use_adaptive_entropy": True}, "use_adaptive_entropy: True given; leave it out here"),
+        (DPOArguments, {"loss_type": "ipo"}, "loss_type: 'ipo' given; allowed: sigmoid, kto, orpo"),
+        (
+            DPOArguments,
+            {"loss_type": "orpo", "label_smoothing": 0.1},
+            "label_smoothing: 0.1 given with loss_type: 'orpo', which has none; give sigmoid",
+        ),
+        (DPOArguments, {"desirable_weight": 2.0}, "desirable_weight: 2.0 given with loss_type: 'sigmoid'.*give kto"),
+        (
+            DPOArguments,
+            {"loss_type": "kto", "per_device_train_batch_size": 1},
+            "per_device_train_batch_size: 1 given with loss_type: 'kto'.*give at least 2",
+        ),
     ],
 )
 def test_invalid_values_raise_with_the_key(kind, changes, message):

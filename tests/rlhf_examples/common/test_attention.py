@@ -1,36 +1,35 @@
 """`attn_implementation` reaches every model of a script; training does not depend on it; rollouts stay fused."""
 
+from unittest import mock
+
 import pytest
 from transformers import AutoConfig, LlamaConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
+from hybrid.decoders import foreign_code
 from rlhf_examples import chat, evaluate, pairs, throughput
 from rlhf_examples.common.arguments import (
     ChatArguments,
     EvaluateArguments,
     PairsArguments,
+    PPOArguments,
     RunArguments,
     ThroughputArguments,
 )
 from rlhf_examples.common.models import require_attention, require_model
-from tests.rlhf_examples.scripts import SCRIPTS, logged, make_small_models, models_of, run_in_this_rank
+from tests.rlhf_examples.scripts import SCRIPTS, logged, models_of, run_in_this_rank
 from tests.rlhf_examples.test_coverage import FUSED, recorded_coverage
 
 TOLERANCE = 1e-4  # attention weights and sums in another order, in float32, over three updates
 ROUNDING = ("sampling/", "control/", "val/first_ratio_error", "val/clipfrac_avg")  # as test_same_curves
 SHORT = {
-    "sft": {"max_steps": 3, "padding_free": True, "packing": True, "max_seq_len": 64},
+    "sft": {"max_steps": 3, "packing": True, "max_seq_len": 64},
     "reward_model": {"max_steps": 3},
     "dpo": {"max_steps": 3},
-    "ppo": {"num_iterations": 3, "padding_free": True},
+    "ppo": {"num_iterations": 3},
     "grpo": {"num_iterations": 3, "beta": 0.1},
 }
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    return make_small_models(tmp_path_factory.mktemp("small"))
 
 
 def run_counting_eager(script: str, settings: dict, refuse: str) -> int:
@@ -51,7 +50,8 @@ def run_counting_eager(script: str, settings: dict, refuse: str) -> int:
     modeling_llama.eager_attention_forward = counting
     ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa
     try:
-        with recorded_coverage() as coverages:
+        known = (*foreign_code.KNOWN_PACKAGES, "tests")  # else this counting itself makes the rollouts native
+        with recorded_coverage() as coverages, mock.patch.object(foreign_code, "KNOWN_PACKAGES", known):
             run_in_this_rank(script, settings)
     finally:
         modeling_llama.eager_attention_forward = eager
@@ -127,7 +127,8 @@ def test_an_unsupported_attention_raises_before_records_are_read(script, kind, m
             if hasattr(kind(), key) and kind is not SCRIPTS["sft"][1]  # SFT builds its own small model
         }
     output = {"output_dir": str(tmp_path / "run")} if issubclass(kind, RunArguments) else {}
-    args = kind(**model_settings, **output, attn_implementation="flash")
+    reward = {"reward": ["rlhf_examples.rewards:cheerful"]} if kind is PPOArguments else {}
+    args = kind(**model_settings, **output, **reward, attn_implementation="flash")
     allowed = (
         r"attn_implementation: 'flash' given; allowed for this model on this machine: eager, sdpa, .*flex_attention \("
     )

@@ -12,12 +12,13 @@ from transformers import EarlyStoppingCallback, TrainerControl, TrainerState, Tr
 
 from rlhf_examples.common import training
 from rlhf_examples.common.actor import Evaluation
-from rlhf_examples.common.arguments import GRPOArguments, PPOArguments, SFTArguments, arguments_of, parse_arguments
+from rlhf_examples.common.arguments import GRPOArguments, PPOArguments, SFTArguments
 from rlhf_examples.common.best_model import BestModel
 from rlhf_examples.common.checkpoint import Checkpoints
+from rlhf_examples.common.parsing import arguments_of, parse_arguments
 from tests.marks import slow_but
 from tests.rank_pool import RankFailure, RankPool
-from tests.rlhf_examples.scripts import logged, make_small_models, models_of, run_in_this_rank
+from tests.rlhf_examples.scripts import logged, models_of, run_in_this_rank
 
 VALUES = {
     1: 3.0,
@@ -31,11 +32,6 @@ BEST = {"eval_every": 1, "lr_scheduler_type": "constant"}
 STOPPING = {**BEST, "early_stopping_patience": 2, "load_best_model_at_end": True}
 METRIC = {"sft": "loss", "grpo": "eval_number_of_words", "ppo": "eval_reward_model"}
 STEPS = {"sft": "max_steps", "grpo": "num_iterations", "ppo": "num_iterations"}
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    return make_small_models(tmp_path_factory.mktemp("small"))
 
 
 @pytest.mark.parametrize("greater", [True, False])

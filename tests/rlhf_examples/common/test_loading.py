@@ -108,7 +108,7 @@ def require_equal_training(first: hybrid.HybridEngine, second: hybrid.HybridEngi
 
 def value_step(engine: hybrid.HybridEngine, number: int) -> torch.Tensor:
     ids, mask = prompts(2, 7, padded=True, seed=10 * number + dist.get_rank())
-    loss = (token_values(engine, ids, mask, 4).float() - 1).square().mean()
+    loss = (token_values(engine, ids, mask, 4, "packed") - 1).square().mean()
     engine.backward(loss)
     engine.step()
     return loss.detach()

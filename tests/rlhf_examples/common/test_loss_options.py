@@ -1,4 +1,4 @@
-"""Every option of losses.py is set by a flag, and the loss is computed with the flag's value."""
+"""Every option of the losses and advantages is set by a flag, and the loss is computed with the flag's value."""
 
 import ast
 import inspect
@@ -11,9 +11,12 @@ import pytest
 import torch
 
 from rlhf_examples import grpo
-from rlhf_examples.common import losses
-from rlhf_examples.common.arguments import GRPOArguments, PPOArguments, parse_arguments
-from rlhf_examples.common.losses import IMPORTANCE_SAMPLING_MODES
+from rlhf_examples.common import advantages, controllers, losses, policy_losses, preference_losses
+from rlhf_examples.common.arguments import GRPOArguments, PPOArguments
+from rlhf_examples.common.choices import IMPORTANCE_SAMPLING_MODES, LOSS_SETTINGS
+from rlhf_examples.common.controllers import AdaptiveEntropyController
+from rlhf_examples.common.parsing import parse_arguments
+from rlhf_examples.common.policy_losses import POLICY_LOSSES
 from rlhf_examples.common.rollouts import Experience, loss_weights
 from rlhf_examples.data.examples import collate_preference, tokenize_records
 from rlhf_examples.data.records import load_records
@@ -23,15 +26,28 @@ from tests.rlhf_examples.scripts import logged, make_small_models, models_of, ru
 
 SCRIPTS = Path(losses.__file__).parents[1]
 # Constant in the scripts: PPO's rewards keep their mean, its advantages do not.
-CONSTANT = {("masked_whiten", "shift_mean")}
-DATA = ("Tensor", "Callable", "Loss")  # types of a loss's inputs
+CONSTANT = {
+    ("masked_whiten", "shift_mean"),
+    ("masked_whiten", "unbiased"),  # by the estimator
+    ("gdpo_advantages", "weights"),  # by `reward_weights`, with the scores
+    ("gdpo_advantages", "num_generations"),
+    ("grpo_loss", "settings"),  # of the surrogates
+}
+DATA = ("Tensor", "Callable", "Loss", "PolicyRows", "Generator")  # types of a loss's inputs
+
+
+FILES = (advantages, controllers, losses, policy_losses, preference_losses)
+# Functions and classes of these files by name.
+DEFINED = {
+    name: of for file in FILES for name, of in vars(file).items() if getattr(of, "__module__", "") == file.__name__
+}
 
 
 def options() -> set[tuple[str, str]]:
-    """(function or class of losses.py, option) for every parameter that is a number, a name or a switch."""
+    """(function or class of these files, option) for every parameter that is a number, a name or a switch."""
     parameters = set()
-    for name, of in vars(losses).items():
-        if name.startswith("_") or name == "Loss" or getattr(of, "__module__", "") != losses.__name__:
+    for name, of in DEFINED.items():
+        if name.startswith("_") or name in ("Loss", "PolicyRows", "Surrogate"):
             continue
         for parameter in inspect.signature(of).parameters.values():
             if parameter.name != "denominator" and not any(word in str(parameter.annotation) for word in DATA):
@@ -40,33 +56,49 @@ def options() -> set[tuple[str, str]]:
 
 
 def set_by_scripts() -> set[tuple[str, str]]:
-    """(function of losses.py, parameter) that a call in a script sets to anything but a constant."""
+    """(function of these files, parameter) that a call in a script sets to anything but a constant."""
     parameters_set = set()
     for path in SCRIPTS.rglob("*.py"):
         for call in ast.walk(ast.parse(path.read_text())):
-            of = isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and vars(losses).get(call.func.id)
-            if not callable(of) or getattr(of, "__module__", "") != losses.__name__ or path.name == "losses.py":
+            of = isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and DEFINED.get(call.func.id)
+            if not callable(of) or path in [Path(file.__file__) for file in FILES]:
                 continue
             names, positional = list(inspect.signature(of).parameters), dict(enumerate(call.args))
-            starred = any(isinstance(value, ast.Starred) for value in call.args)
-            by_place = {} if starred else {names[place]: value for place, value in positional.items()}
+            starred = [place for place, value in positional.items() if isinstance(value, ast.Starred)]
+            known = {place: value for place, value in positional.items() if place < min(starred, default=99)}
+            by_place = {names[place]: value for place, value in known.items()}
             by_name = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
             settings = {
                 name: value for name, value in (by_place | by_name).items() if not isinstance(value, ast.Constant)
             }
             parameters_set |= {(call.func.id, name) for name in settings}
+    # Surrogates get their settings by the names of flags.
+    flags = set(GRPOArguments.__dataclass_fields__)
+    for loss_type, names in LOSS_SETTINGS.items():
+        parameters_set |= {(POLICY_LOSSES[loss_type].__name__, name) for name in names if name in flags}
     return parameters_set
 
 
 # Arithmetic inside a loss or a controller, and parameters that depend on the batch only.
-INNER = {"mean_metrics", "require_choice", "pairs_loss", "FixedKLController", "in_groups"}
+INNER = {
+    "mean_metrics",
+    "require_choice",
+    "pairs_loss",
+    "FixedKLController",
+    "in_groups",
+    "importance_ratio",
+    "dppo_surrogate",
+    "by_sign",
+    "AdaptiveEntropyController",
+}
 
 
 def test_every_option_is_set_by_a_script():
     loss_options = {(name, option) for name, option in options() if name not in INNER}
-    assert {("grpo_loss", "delta"), ("importance_sampling_weights", "mode"), ("dpo_loss", "beta")} <= loss_options
+    assert {("clipped_surrogate", "delta"), ("grpo_loss", "beta"), ("dpo_loss", "beta")} <= loss_options
+    assert {("importance_sampling_weights", "mode"), ("sapo_surrogate", "sapo_temperature_pos")} <= loss_options
     missing = sorted(loss_options - set_by_scripts() - CONSTANT)
-    assert not missing, f"options of losses.py that no script sets: {missing}"
+    assert not missing, f"options that no script sets: {missing}"
 
 
 @pytest.mark.parametrize("mode", IMPORTANCE_SAMPLING_MODES)
@@ -111,7 +143,7 @@ def stepped_loss(monkeypatch, *flags: str) -> tuple[float, dict[str, torch.Tenso
     )
     losses_of_steps = []
 
-    def token_logps(policy, sequences, *_) -> tuple[torch.Tensor, torch.Tensor]:
+    def token_logps(policy, sequences, *_, **__) -> tuple[torch.Tensor, torch.Tensor]:
         return new[sequences[:, 0]], entropies[sequences[:, 0]]
 
     def backward_and_step(engine, loss: torch.Tensor, *_) -> list[float]:
@@ -128,7 +160,7 @@ def stepped_loss(monkeypatch, *flags: str) -> tuple[float, dict[str, torch.Tenso
 
     for name, own in {"token_logps": token_logps, "backward_and_step": backward_and_step, "Numerics": Numerics}.items():
         monkeypatch.setattr(grpo, name, own)
-    grpo.update(SimpleNamespace(policy=None, update_average=lambda: None), experience, 1, args)
+    grpo.update(SimpleNamespace(policy=None, update_average=lambda: None, entropy_controller=None), experience, 1, args)
     (loss,) = losses_of_steps
     ratio, kl = (new - old).exp(), (reference - new).exp() - (reference - new) - 1
     return loss, {"ratio": ratio, "kl": kl, "entropies": entropies, "advantages": advantages[:, None]}
@@ -169,7 +201,7 @@ def test_margins_are_read_from_margin_column(tmp_path):
     by = RecordFormat(margin_column="by")
     examples = tokenize_records(records, tokenizer, "preference", 0, record_format=by, **settings)
     assert collate_preference(list(examples.rows), 0)["margin"].tolist() == [0.5, 2.0, 0.0]
-    assert examples.left_out.counts == {"by is not a finite number": 2}
+    assert examples.skipped.counts == {"by is not a finite number": 2}
     unnamed = tokenize_records(records, tokenizer, "preference", 0, **settings)
     assert collate_preference(list(unnamed.rows), 0)["margin"].tolist() == [0.0] * 5
 
@@ -182,3 +214,46 @@ def test_margins_enter_the_reward_models_loss(ranks, tmp_path):
     ranks.run(run_in_this_rank, "reward_model", settings)
     (row,) = logged(tmp_path / "run")
     assert row["loss"] == pytest.approx(math.log1p(math.exp(0.5)), rel=1e-4)
+
+
+# A flag of each surrogate's settings, and the loss type that reads it; the other settings are those of the loss type.
+SURROGATE_FLAGS = {
+    "epsilon_high": ("2.5", ["--loss_type", "cispo", "--epsilon_high", "1.5"]),
+    "sapo_temperature_pos": ("2", ["--loss_type", "sapo"]),
+    "sapo_temperature_neg": ("2", ["--loss_type", "sapo"]),
+    "vespo_k_pos": ("1", ["--loss_type", "vespo"]),
+    "vespo_lambda_pos": ("1", ["--loss_type", "vespo"]),
+    "vespo_k_neg": ("1", ["--loss_type", "vespo"]),
+    "vespo_lambda_neg": ("1", ["--loss_type", "vespo"]),
+    "epsilon": ("0.4", ["--loss_type", "gmpo"]),
+    "clip_ratio_c": ("1.1", ["--loss_type", "dppo_tv", "--epsilon", "0.9"]),
+    "clip_cov_ratio": ("0.5", ["--loss_type", "clip_cov", "--clip_cov_lb", "0", "--clip_cov_ratio", "0.1"]),
+    "clip_cov_lb": ("0", ["--loss_type", "clip_cov", "--clip_cov_ratio", "1"]),
+    "clip_cov_ub": ("0.1", ["--loss_type", "clip_cov", "--clip_cov_ratio", "1", "--clip_cov_lb", "0"]),
+    "kl_cov_ratio": ("0.5", ["--loss_type", "kl_cov"]),
+    "ppo_kl_coef": ("3", ["--loss_type", "kl_cov"]),
+    "importance_sampling_level": ("sequence", ["--loss_type", "sapo"]),
+}
+
+
+@pytest.mark.parametrize("flag", SURROGATE_FLAGS)
+def test_losses_follow_the_flags_of_their_surrogates(alone, monkeypatch, flag):
+    value, flags = SURROGATE_FLAGS[flag]
+    losses_of = [stepped_loss(monkeypatch, *given)[0] for given in (flags, [*flags, f"--{flag}", value])]
+    assert all(map(math.isfinite, losses_of)) and losses_of[0] != pytest.approx(losses_of[1], rel=1e-4)
+
+
+def test_the_entropys_weight_follows_its_controller():
+    """TRL 1.16's rule (use_adaptive_entropy): at first no bonus; then the weight moves after every step."""
+    controller = AdaptiveEntropyController(0.1, target=1.0, delta=0.05, minimum=0.05, maximum=0.2)
+    found = [(controller.value, controller.coef)]
+    for entropy in (0.5, 1.0, 0.9, 2.0, 2.0, 2.0, 2.0):
+        controller.update(entropy)
+        found.append((controller.value, controller.coef))
+    coefs = [0.1, 0.15, 0.2, 0.2, 0.15, 0.1, 0.05, 0.05]
+    assert [coef for _, coef in found] == pytest.approx(coefs)
+    assert [value for value, _ in found] == pytest.approx([0, 0.15, 0.2, 0.2, 0, 0, 0, 0])
+    resumed = AdaptiveEntropyController(0.1, target=1.0, delta=0.05, minimum=0.05, maximum=0.2)
+    resumed.load_state_dict(controller.state_dict())
+    resumed.update(0.5), controller.update(0.5)
+    assert (resumed.value, resumed.coef) == (controller.value, controller.coef)

@@ -10,14 +10,14 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlhf_examples.common.actor import Actor
-from rlhf_examples.common.arguments import PPOArguments, SFTArguments, arguments_of
-from rlhf_examples.common.batches import require_exact_values
+from rlhf_examples.common.arguments import PPOArguments, SFTArguments
 from rlhf_examples.common.ema import MovingAverage
 from rlhf_examples.common.engines import Training, deepspeed_config, export, load_frozen_model, make_engine
-from rlhf_examples.common.forwards import frozen_values, token_values
+from rlhf_examples.common.forwards import frozen_values, token_values, values_of_tokens
 from rlhf_examples.common.losses import last_token_values
 from rlhf_examples.common.models import LoRA, ValueModel, load_exported, load_policy, load_value_model
 from rlhf_examples.common.models import merged as merged_adapter
+from rlhf_examples.common.parsing import arguments_of
 from rlhf_examples.common.rollouts import rank_row_ids, roll_out, sampling
 from rlhf_examples.common.scorers import Scorer
 from rlhf_examples.data.synthetic import synthetic_tokenizer
@@ -81,17 +81,20 @@ def check_values(folder: str, family: str, lora_rank: int) -> None:
     with critic.inference():
         assert (frozen_values(critic, ids, mask, 1) == 0).all(), "initial values are not zero"
     for _ in range(3):
-        critic.backward((token_values(critic, ids, mask, 4) - 1).square().mean())
+        critic.backward((token_values(critic, ids, mask, 4, "packed") - 1).square().mean())
         critic.step()
     with critic.inference():
         values = frozen_values(critic, ids, mask, 1)
-    torch.testing.assert_close(values[:, -5:-1], token_values(critic, ids, mask, 4).detach(), atol=1e-5, rtol=1e-5)
+    wanted = mask[:, -5:-1] * mask[:, -4:]  # a value is of the state before its token
+    actual = token_values(critic, ids, mask, 4, "model").detach()
+    torch.testing.assert_close(values[:, -5:-1] * wanted, actual, atol=1e-5, rtol=1e-5)
     assert values[mask.bool()].abs().max() > 1e-2
-    require_exact_values(critic)
-    padded, packed = (token_values(critic, ids, mask, 4, packs).detach() for packs in (False, True))
-    before = mask[:, -5:-1].bool()  # a value is of the state before its token
-    torch.testing.assert_close(packed[before], padded[before], atol=1e-5, rtol=1e-5)
-    assert (packed[~before] == 0).all()
+    padded, packed = (token_values(critic, ids, mask, 4, forward).detach() for forward in ("model", "packed"))
+    torch.testing.assert_close(packed, padded, atol=1e-5, rtol=1e-5)
+    assert (packed[wanted == 0] == 0).all() and (padded[wanted == 0] == 0).all()
+    of_all = values_of_tokens(critic, ids, mask, "packed").detach()
+    expected = values_of_tokens(critic, ids, mask, "model").detach()
+    torch.testing.assert_close(of_all, expected * mask, atol=1e-5, rtol=1e-5)
     export(critic, synthetic_tokenizer(), out)
     # Hugging Face's classifier scores the last unpadded token: rows without padding.
     classifier = AutoModelForSequenceClassification.from_pretrained(out, num_labels=1).eval()
@@ -109,14 +112,6 @@ def check_values(folder: str, family: str, lora_rank: int) -> None:
 @pytest.mark.parametrize(("family", "lora_rank"), slow_but([("qwen2", 4)], [("llama", 0), ("qwen2", 4), ("gpt2", 0)]))
 def test_critic_and_reward_model_match_hugging_faces_classifier(ranks, tmp_path, family, lora_rank):
     ranks.run(check_values, str(tmp_path), family, lora_rank)
-
-
-@pytest.mark.parametrize("family", ["bloom", "opt"])
-def test_padding_free_raises_for_families_that_mix_packed_rows(family):
-    config = tiny_model(family).config
-    config.num_labels = 1
-    with pytest.raises(ValueError, match=r"padding_free: true given; .* mixes packed rows.* give false"):
-        require_exact_values(ValueModel(AutoModelForSequenceClassification.from_config(config)))
 
 
 def test_models_without_a_classifier_raise_as_value_models():
@@ -248,5 +243,5 @@ def test_lora_dropout_is_set_by_its_flag():
     model = LoRA(2, 4, "all-linear", dropout=0.25).apply(tiny_model("llama"), "CAUSAL_LM")
     rates = {module.p for name, module in model.named_modules() if name.endswith("lora_dropout.default")}
     assert rates == {0.25}
-    args = arguments_of(SFTArguments, {"lora_dim": 2, "lora_dropout": 0.1})
+    args = arguments_of(SFTArguments, {"lora_dim": 2, "lora_dropout": 0.1, "training_forward": "model"})
     assert Training.from_args(args, "", 1, 1).lora.dropout == 0.1

@@ -11,7 +11,7 @@ from rlhf_examples.common import overlapped_rewards
 from rlhf_examples.common.overlapped_rewards import OverlappedRewards
 from rlhf_examples.common.run_log import read_metrics
 from rlhf_examples.common.scorers import Rewards, Scorer
-from tests.rlhf_examples.scripts import logged, make_small_models, models_of, run_in_this_rank
+from tests.rlhf_examples.scripts import logged, models_of, run_in_this_rank
 
 SLOW = "tests.rlhf_examples.common.test_overlapped_rewards:slow_words"
 PAUSE_S = 0.02  # of a call, besides what it computes
@@ -23,11 +23,6 @@ def slow_words(prompts: list[str], completions: list[str], **columns: list) -> l
     counts = [len(set(completion.split())) for completion in completions]
     of_prompt = [[own for own, other in zip(counts, prompts, strict=True) if other == text] for text in prompts]
     return [own / 4 - sum(others) / len(others) / 8 for own, others in zip(counts, of_prompt, strict=True)]
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    return make_small_models(tmp_path_factory.mktemp("small"))
 
 
 class Part:

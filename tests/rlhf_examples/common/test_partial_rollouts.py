@@ -7,16 +7,17 @@ import torch
 import torch.distributed as dist
 
 from rlhf_examples.common.actor import Actor, load_rewards
-from rlhf_examples.common.arguments import GRPOArguments, arguments_of
+from rlhf_examples.common.arguments import GRPOArguments
 from rlhf_examples.common.groups import rewards_differ
 from rlhf_examples.common.models import load_tokenizer
-from rlhf_examples.common.partial_rollouts import Group, PartialRollouts
+from rlhf_examples.common.parsing import arguments_of
+from rlhf_examples.common.partial_rollouts import Group, PartialRollouts, plain
 from rlhf_examples.common.ranks import gather_objects
 from rlhf_examples.data.examples import RowStream
 from rlhf_examples.data.held_out import load_examples
 from rlhf_examples.grpo import EMBEDDED, grpo_iteration
 from tests.rank_pool import RankPool
-from tests.rlhf_examples.scripts import TINY, logged, make_small_models, models_of, run_in_this_rank
+from tests.rlhf_examples.scripts import TINY, logged, models_of, run_in_this_rank
 
 SOME_DIFFER = "tests.rlhf_examples.common.test_dynamic_sampling:some_differ"
 PARTIAL = {
@@ -28,11 +29,6 @@ PARTIAL = {
     "stop_token_ids": list(range(20, 26)),  # so that lengths differ
     "num_mini_batches": 1,
 }
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    return make_small_models(tmp_path_factory.mktemp("small"))
 
 
 class Checked(PartialRollouts):
@@ -111,7 +107,7 @@ def check_iterations(directory, changes: dict) -> None:
             assert rewards_differ(rewards.last_scores[rewards.name], 4).all()
         assert metrics["loss"] == metrics["loss"], "not finite"
     if args.dynamic_sampling:
-        assert any(stop.counts for stop in rollouts), "no call replaced groups while others decoded"
+        assert any(stop.accept_group for stop in rollouts), "no call replaced groups while others decoded"
         assert dropped > len(rollouts) - 5, "a dropped group cost a call each time"
     assert stale_tokens[0] == 0 and max(stale_tokens) > 0, "no completion went on under other weights"
     assert partial.mixed and partial.stopped, "no completion has tokens of two weights"
@@ -131,7 +127,7 @@ def test_stopped_completions_go_on_and_nothing_is_lost(ranks, small, changes):
 
 
 def test_a_resumed_run_goes_on_with_unfinished_completions(ranks, small, tmp_path):
-    settings = {**models_of("grpo", small), **PARTIAL, "num_iterations": 4, "save_every": 2}
+    settings = {**models_of("grpo", small), **PARTIAL, "num_iterations": 4, "save_every": 2, "eval_every": 2}
     expected_dir, resumed_dir = tmp_path / "whole", tmp_path / "resumed"
     ranks.run(run_in_this_rank, "grpo", {**settings, "output_dir": str(expected_dir)})
     ranks.run(run_in_this_rank, "grpo", {**settings, "num_iterations": 2, "output_dir": str(resumed_dir)})
@@ -156,8 +152,8 @@ def test_another_number_of_ranks_begins_unfinished_prompts_again(ranks, small, t
 def test_prompts_of_other_ranks_are_dealt_out(alone):
     rows = [{"prompt": str(number)} for number in range(5)]
     states = [
-        {"open": {3: Group(rows[0]), 4: Group(rows[1])}, "ready": [Group(rows[2])], "restart": []},
-        {"open": {}, "ready": [Group(rows[3])], "restart": [rows[4]]},
+        {"open": {3: plain(Group(rows[0])), 4: plain(Group(rows[1]))}, "ready": [plain(Group(rows[2]))], "restart": []},
+        {"open": {}, "ready": [plain(Group(rows[3]))], "restart": [rows[4]]},
     ]
     partial = PartialRollouts(open={1: Group(rows[0])}, numbers=[1, 1])
     partial.load_state_dicts(states)

@@ -18,30 +18,15 @@ from rlhf_examples.common.models import LoRA
 from rlhf_examples.common.reshard import Partition, Piece, repartition
 from tests.engines import train_step
 from tests.marks import slow_but
-from tests.rank_pool import RankPool
-from tests.rlhf_examples.scripts import TINY, logged, make_small_models, models_of, run_in_this_rank
+from tests.rank_pool import RankPool, pool_of
+from tests.rlhf_examples.scripts import TINY, logged, models_of, run_in_this_rank
 from tests.rlhf_examples.test_same_curves import ALL_OF_A_RANK, ROUNDING, TOLERANCE
 from tests.tiny_models import tiny_model
 
 STATES = ("exp_avg", "exp_avg_sq")
 
 
-def pool_of(world_size: int):
-    @pytest.fixture(scope="module")
-    def ranks_of():
-        pool = RankPool(world_size)
-        yield pool
-        pool.close()
-
-    return ranks_of
-
-
 one_rank, four_ranks = pool_of(1), pool_of(4)
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    return make_small_models(tmp_path_factory.mktemp("small"))
 
 
 def checkpoints_of(folder: Path, stage: int, dtype: str, lora_rank: int):
@@ -218,5 +203,5 @@ def test_rows_are_counted_exactly_when_the_global_batch_changes(one_rank, ranks,
     settings = {"per_device_train_batch_size": 4, "eval_fraction": 0.0}
     run(ranks, "sft", 3, small, tmp_path, **settings, max_steps=2)
     run(one_rank, "sft", 3, small, tmp_path, **settings, max_steps=4, resume=True)
-    states = torch.load(tmp_path / "checkpoints" / "iteration-000004" / "rank0.pt", weights_only=False)
+    states = torch.load(tmp_path / "checkpoints" / "iteration-000004" / "rank0.pt", weights_only=True)
     assert states["parts"]["rows"] == {"taken": 2 * 8 + 2 * 4}

@@ -14,8 +14,8 @@ from rlhf_examples import grpo
 from rlhf_examples.common import rollouts
 from rlhf_examples.common.actor import Actor
 from rlhf_examples.common.arguments import GRPOArguments, PPOArguments, RolloutArguments
-from rlhf_examples.common.forwards import token_logps, token_logps_row_by_row
-from rlhf_examples.common.losses import FixedKLController
+from rlhf_examples.common.controllers import FixedKLController
+from rlhf_examples.common.forwards import token_logps
 from rlhf_examples.common.measures import Phases, TrainingFlops
 from rlhf_examples.common.models import load_tokenizer
 from rlhf_examples.common.overlapped_rewards import OverlappedRewards
@@ -28,6 +28,7 @@ from rlhf_examples.common.rollouts import (
     optimizer_steps,
     rank_row_ids,
     roll_out,
+    row_by_row_logps,
     sampling,
     sampling_seed,
     training_logps,
@@ -36,16 +37,11 @@ from rlhf_examples.data.synthetic import synthetic_tokenizer
 from rlhf_examples.ppo import Models, make_experience, ppo_iteration
 from tests.engines import CollectiveCount, engine_of, settings, storage_digest
 from tests.marks import slow_but
-from tests.rlhf_examples.scripts import make_small_models, number_of_words
+from tests.rlhf_examples.scripts import number_of_words
 from tests.tiny_models import prompts, tiny_model
 
 REWARD = "tests.rlhf_examples.scripts:number_of_words"
 TEXTS = ["anna found a red ball", "ben laughed", "the sun was warm and", "it was"]
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory) -> Path:
-    return make_small_models(tmp_path_factory.mktemp("small"))
 
 
 def arguments(directory: Path, **changes) -> PPOArguments:
@@ -56,21 +52,23 @@ def arguments(directory: Path, **changes) -> PPOArguments:
 
 
 def rows_of(tokenizer) -> list[dict]:
-    return [{"prompt": text, "columns": "{}", "prompt_ids": [1, *tokenizer(text)["input_ids"]]} for text in TEXTS]
+    return [{"prompt": text, "columns": "{}", "prompt_ids": tokenizer(text)["input_ids"]} for text in TEXTS]
 
 
 def check_bytes(directory: Path, lora_dim: int, logprob_mode: str) -> None:
-    """Bytes of the policy that a PPO iteration gathers outside training: each parameter once, or only the adapters."""
+    """Bytes of the policy that a PPO iteration gathers outside training: each parameter once; with a LoRA the adapters
+    for the rollout, and the base weights under them for the reference, which takes the merged weights' place."""
     args = arguments(directory, actor_lora_dim=lora_dim, logprob_mode=logprob_mode)
     models, tokenizer = Models.load(args), load_tokenizer(args.actor_model_name_or_path)
     policy = models.actor.policy
     sizes = {name: p.ds_numel * p.element_size() for name, p in policy.module.named_parameters()}
     adapters = sum(size for name, size in sizes.items() if "lora_" in name)
-    assert (adapters > 0) == (lora_dim > 0)
+    under_adapters = sum(size for name, size in sizes.items() if "base_layer" in name)
+    assert (adapters > 0) == (under_adapters > 0) == (lora_dim > 0)
     for iteration in (1, 2, 3):
         policy.eval()
         ppo_iteration(models, tokenizer, rows_of(tokenizer), None, FixedKLController(0.1), iteration, args)
-        expected = adapters if lora_dim and iteration > 1 else sum(sizes.values())
+        expected = under_adapters + (adapters if lora_dim and iteration > 1 else sum(sizes.values()))
         assert policy.stats()["gathered_bytes"] == expected
 
 
@@ -149,7 +147,7 @@ def count_scores(directory: Path) -> None:
     once."""
     for correction, lora_dim, expected in ((True, 0, 0), (False, 0, 1), (True, 4, 1), (False, 4, 2)):
         args = arguments(directory, actor_lora_dim=lora_dim, importance_sampling_correction=correction)
-        args = replace(args, max_tokens_per_batch=40, padding_free=True)
+        args = replace(args, max_tokens_per_batch=40)
         models, tokenizer = Models.load(args), load_tokenizer(args.actor_model_name_or_path)
         policy, calls, widest = models.actor.policy, [], []
         score, critic_forward = policy.score, models.critic.module.forward
@@ -158,17 +156,9 @@ def count_scores(directory: Path) -> None:
             calls.append(settings)
             return score(*values, **settings)
 
-        def measuring_forward(
-            input_ids,
-            attention_mask,
-            critic_forward=critic_forward,
-            widest=widest,
-            critic=models.critic.module,
-            **settings,
-        ):
-            packs = settings.get("padding_free") and critic.training
-            widest.append(int(attention_mask.sum()) if packs else input_ids.numel())
-            return critic_forward(input_ids=input_ids, attention_mask=attention_mask, **settings)
+        def measuring_forward(input_ids, critic_forward=critic_forward, widest=widest, **settings):
+            widest.append(input_ids.numel())
+            return critic_forward(input_ids=input_ids, **settings)
 
         policy.score, models.critic.module.forward = counting_score, measuring_forward
         ppo_iteration(models, tokenizer, rows_of(tokenizer), None, FixedKLController(0.1), 1, args)
@@ -178,6 +168,31 @@ def count_scores(directory: Path) -> None:
 
 def test_logprobs_are_scored_once_and_the_critic_keeps_the_token_budget(ranks, small):
     ranks.run(count_scores, small)
+
+
+def check_exact(directory: Path, correction: bool) -> None:
+    """In the first step of every update the ratios are exactly 1: old logprobs are the rollout's, without a pass."""
+    changes = {"importance_sampling_correction": correction, "training_forward": "exact"}
+    args = arguments(directory, actor_lora_dim=4, actor_learning_rate=1e-2, **changes)
+    models, tokenizer = Models.load(args), load_tokenizer(args.actor_model_name_or_path)
+    policy, calls, logps = models.actor.policy, [], []
+    score = policy.score
+    policy.score = lambda *values, **settings: calls.append(settings["adapters"]) or score(*values, **settings)
+    for iteration in (1, 2):
+        policy.eval()
+        metrics = ppo_iteration(models, tokenizer, rows_of(tokenizer), None, FixedKLController(0.1), iteration, args)
+        assert calls == [False] * iteration, "only the reference is scored"
+        assert metrics["sampling/gen_kl_error"] == metrics["val/first_ratio_error"] == 0.0
+        assert metrics["sampling/sampling_logp_difference/max"] == metrics["control/gen_kl_error"] == 0.0
+        if correction:
+            assert metrics["sampling/importance_sampling_ratio/max"] == 1.0
+        logps.append(metrics["objective/kl"])
+    assert logps[0] == pytest.approx(0.0, abs=1e-4) and abs(logps[1]) > 1e-3, "nothing was learned"
+
+
+@pytest.mark.parametrize("correction", slow_but([False], [False, True]))
+def test_exact_updates_start_at_ratio_1_without_a_pass(ranks, small, correction):
+    ranks.run(check_exact, small, correction)
 
 
 def count_collectives(directory: Path, zero_stage: int, lora_dim: int) -> list[int]:
@@ -200,10 +215,11 @@ def count_collectives(directory: Path, zero_stage: int, lora_dim: int) -> list[i
 @pytest.mark.parametrize("lora_dim", slow_but([4], [0, 4]))
 def test_a_second_window_gathers_nothing(ranks, small, lora_dim):
     """Counted in torch.distributed: with gathered weights ZeRO-3 runs the collectives of ZeRO-0, which are
-    reductions."""
+    reductions, and with a LoRA gathers the base weights for the reference."""
     first, second = ranks.run(count_collectives, small, 3, lora_dim)[0]
-    assert ranks.run(count_collectives, small, 0, lora_dim)[0] == [second, second]
-    assert first > second
+    reductions, again = ranks.run(count_collectives, small, 0, lora_dim)[0]
+    assert reductions == again and first > second
+    assert (second > reductions) == (lora_dim > 0), "a LoRA's base and merged weights take turns in one copy"
 
 
 def check_rows_alone() -> None:
@@ -211,15 +227,18 @@ def check_rows_alone() -> None:
     ids, mask = prompts(4, 9, padded=True, seed=dist.get_rank())
     lengths = torch.tensor([5, 1, 3, 4])
     mask[:, 4:] = (torch.arange(5) < lengths[:, None]).long()  # completions, right padded
-    batch = token_logps(engine, ids, mask, 5, 0.7)[0].detach()
-    row_by_row = token_logps_row_by_row(engine, ids, mask, 5, 0.7)
-    torch.testing.assert_close(row_by_row, batch, atol=1e-5, rtol=1e-5)  # sums in another order
-    assert (row_by_row[mask[:, 4:] == 0] == 0).all()
-    assert token_logps_row_by_row(engine, ids[:0], mask[:0], 5, 0.7).shape == (0, 5)
-    for chunk, padding_free in ((3, False), (3, True)):
-        logps, entropies = token_logps(engine, ids, mask, 5, 0.7, chunk, padding_free)
+    batch = token_logps(engine, ids, mask, 5, 0.7, "model")[0].detach()
+    zeros = torch.zeros(4, 5)
+    experience = Experience(ids, mask, mask[:, 4:], zeros, zeros, zeros, zeros)
+    for forward in ("model", "packed", "exact"):
+        args = RolloutArguments(temperature=0.7, training_forward=forward)
+        row_by_row = row_by_row_logps(engine, experience, args)
+        torch.testing.assert_close(row_by_row, batch, atol=1e-5, rtol=1e-5)  # sums in another order
+        assert (row_by_row[mask[:, 4:] == 0] == 0).all()
+        logps, entropies = token_logps(engine, ids, mask, 5, 0.7, forward, entropy=True)
         torch.testing.assert_close(logps.detach(), batch, atol=1e-5, rtol=1e-5)
         assert ((entropies == 0) == (mask[:, 4:] == 0)).all()
+        assert forward != "exact" or torch.equal(row_by_row, logps.detach())
 
 
 def test_row_by_row_logprobs_match_the_batch(ranks):
@@ -298,6 +317,44 @@ def test_optimizer_steps_cover_all_rows_at_any_world_size(monkeypatch, rows, siz
     assert of_all[0] != [step.rows.tolist() for step in optimizer_steps(experience, 3, 8, args)]
 
 
+def experience_of_groups(groups: torch.Tensor) -> Experience:
+    """Rows with a prompt of 20 tokens for each group and 5 completion tokens; the advantages are `groups`."""
+    rows, width = len(groups), 5
+    ids = torch.cat([groups[:, None] + torch.arange(20), torch.randint(90, (rows, width))], dim=1)
+    mask, zeros = torch.ones(rows, width, dtype=torch.int64), torch.zeros(rows, width)
+    return Experience(ids, torch.ones_like(ids), mask, zeros, zeros, zeros, groups)
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_tokens_per_batch": 60}])
+def test_groups_come_in_one_micro_batch(monkeypatch, settings):
+    """Four groups of 4 with prompts of 20 tokens: each in one micro batch; a token budget counts its prompt once."""
+    groups = torch.arange(4).repeat_interleave(4)
+    experience = experience_of_groups(groups)
+    args = RolloutArguments(per_device_training_batch_size=4, **settings)
+    monkeypatch.setattr(rollouts, "dist", SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1))
+    (step,) = optimizer_steps(experience, 1, 1, args)
+    batches = [experience.take(step.rows[rows]).advantages.tolist() for rows in step.micro_batch_rows]
+    assert sorted(chain(*batches)) == groups.tolist() and len(batches) == 4
+    assert all(len(set(batch)) == 1 for batch in batches)
+    (padded,) = optimizer_steps(experience, 1, 1, replace(args, training_forward="model"))
+    assert len(padded.micro_batch_rows) == (4 if not settings else 8)
+
+
+def test_groups_come_in_one_optimizer_step(monkeypatch):
+    """Of 12 groups of 4 in 3 steps each; in 5 steps of 9 or 10 rows a group is cut by a border between two steps at
+    most. Their order is of the seed."""
+    monkeypatch.setattr(rollouts, "dist", SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1))
+    groups = torch.arange(12).repeat_interleave(4)
+    experience, orders = experience_of_groups(groups), set()
+    for count, cut in ((3, 0), (5, 4)):
+        args = RolloutArguments(per_device_training_batch_size=4, num_mini_batches=count)
+        steps = [step.rows for step in optimizer_steps(experience, 1, 1, args)]
+        assert sorted(torch.cat(steps).tolist()) == list(range(48))
+        assert sum(len(groups[rows].unique()) for rows in steps) <= 12 + cut
+        orders.add(tuple(groups[torch.cat(steps)].unique_consecutive().tolist()))
+    assert len(orders) == 1 and orders != {tuple(range(12))}
+
+
 def test_a_sequence_over_max_tokens_per_batch_raises(monkeypatch):
     monkeypatch.setattr(rollouts, "dist", SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 2))
     cases = {
@@ -324,7 +381,11 @@ def test_group_statistics_use_scored_completions_only():
 def test_the_loss_denominator_matches_trl(monkeypatch, loss_type):
     """Dropped rows count as sequences, but not their tokens (GRPOTrainer 1.16, `_compute_loss`)."""
     losses = []
-    monkeypatch.setattr(grpo, "token_logps", lambda policy, ids, mask, width, *_: [torch.zeros(len(ids), width)] * 2)
+
+    def zeros(policy, ids, mask, width, *_, **__):
+        return [torch.zeros(len(ids), width)] * 2
+
+    monkeypatch.setattr(grpo, "token_logps", zeros)
     monkeypatch.setattr(grpo, "Numerics", lambda *_: SimpleNamespace(add=lambda logps: None, metrics=dict))
     monkeypatch.setattr(
         grpo, "backward_and_step", lambda engine, loss, number, count: [losses.append(loss.item() / count) or 0.0]
@@ -335,7 +396,7 @@ def test_the_loss_denominator_matches_trl(monkeypatch, loss_type):
     zeros = torch.zeros(e.mask.shape)
     e = replace(e, mask=e.mask * kept[:, None], old_logps=zeros, weights=zeros + 1, advantages=advantages)
     args = GRPOArguments(loss_type=loss_type, per_device_training_batch_size=1, max_answer_seq_len=7)
-    grpo.update(SimpleNamespace(policy=None, update_average=lambda: None), e, 1, args)
+    grpo.update(SimpleNamespace(policy=None, update_average=lambda: None, entropy_controller=None), e, 1, args)
     of_rows = {
         "grpo": -(1.0 + 2.0) / 3,  # each sequence's mean over its tokens, over all three
         "dr_grpo": -(2 * 1.0 + 3 * 2.0) / (3 * 7),
@@ -373,9 +434,9 @@ def check_truncated(directory: Path) -> None:
     mask = batch.completion_mask
     flops = TrainingFlops.of(engine.module)
     recomputed, sampled = (
-        Actor(
-            engine, None, None, replace(args, importance_sampling_correction=False, logprob_mode=mode), flops
-        ).old_logps(batch)
+        Actor(engine, None, replace(args, importance_sampling_correction=False, logprob_mode=mode), flops).old_logps(
+            batch
+        )
         for mode in ("recompute", "sampling")
     )
     torch.testing.assert_close(sampled * mask, recomputed * mask, atol=1e-5, rtol=1e-5)

@@ -1,18 +1,26 @@
 """A run never deletes another run's results without `overwrite`, nor its own latest checkpoints."""
 
+import errno
 import json
+import os
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
-from rlhf_examples import pipeline
-from rlhf_examples.common.arguments import PairsArguments, SFTArguments
+from rlhf_examples import pairs, pipeline
+from rlhf_examples.common import run_lock
+from rlhf_examples.common.arguments import GRPOArguments, PipelineArguments, SFTArguments
 from rlhf_examples.common.checkpoint import Checkpoints, load_trained
+from rlhf_examples.common.command_line import checked_arguments
 from rlhf_examples.common.engines import make_engine
 from rlhf_examples.common.models import load_policy
 from rlhf_examples.common.run_directory import begin_run, require_same_settings
+from rlhf_examples.common.run_lock import lock_directory
+from rlhf_examples.common.steps import parse, read_pipeline
 from tests.engines import storage_digest, train_step
 from tests.marks import slow_but
 from tests.rlhf_examples.common.test_models import on_first_rank, training
@@ -122,24 +130,24 @@ def test_overwrite_removes_only_files_of_a_run(tmp_path):
 
 @alone
 def test_a_pipeline_does_not_delete_another_pipelines_steps(tmp_path, monkeypatch):
-    monkeypatch.setitem(pipeline.SCRIPTS, "pairs", (PairsArguments, lambda args: {"pairs": 1}))
+    monkeypatch.setattr(pairs, "run", lambda args: {"pairs": 1})
     sft = with_a_run(tmp_path / "run" / "sft")
     settings = {"output_dir": str(tmp_path / "run"), "steps": {"sft": {"script": "pairs"}, "pairs": {}}}
     with pytest.raises(ValueError, match="output_dir: .* contains another run"):
-        pipeline.run(pipeline.parse(dict(settings), []))
+        pipeline.run(parse(dict(settings), []))
     assert names(tmp_path / "run") == ["sft"] and names(sft) == ["metrics.jsonl", "model", "notes.txt"]
-    pipeline.run(pipeline.parse(dict(settings), ["--overwrite", "true"]))
+    pipeline.run(parse(dict(settings), ["--overwrite", "true"]))
     assert names(sft) == ["done.json", "notes.txt", "settings.json"]
 
 
 @alone
 def test_resuming_a_pipeline_with_changed_settings_of_a_finished_step_raises(tmp_path, monkeypatch):
     ran = []
-    monkeypatch.setitem(pipeline.SCRIPTS, "pairs", (PairsArguments, lambda args: ran.append(args.rounds) or {"n": 1}))
+    monkeypatch.setattr(pairs, "run", lambda args: ran.append(args.rounds) or {"n": 1})
 
     def run(rounds: int, *flags: str, **more) -> None:
         steps = {"one": {"script": "pairs", "rounds": rounds, **more}, "pairs": {}}
-        pipeline.run(pipeline.parse({"output_dir": str(tmp_path / "run"), "steps": steps}, [*flags]))
+        pipeline.run(parse({"output_dir": str(tmp_path / "run"), "steps": steps}, [*flags]))
 
     run(2)
     (tmp_path / "run" / "pairs" / "done.json").unlink()  # the run was killed in its second step
@@ -197,3 +205,58 @@ def check_frozen_left_out(folder: str, stage: int) -> None:
 @pytest.mark.parametrize("stage", slow_but([3], [0, 2, 3]))
 def test_a_lora_checkpoint_excludes_the_frozen_base(ranks, tmp_path, stage):
     ranks.run(check_frozen_left_out, str(tmp_path), stage)
+
+
+HOLD = """
+import sys, time
+from rlhf_examples.common.arguments import (GRPOArguments)
+from rlhf_examples.common.command_line import checked_arguments
+checked_arguments(GRPOArguments)
+print("locked", flush=True)
+time.sleep(100)
+"""
+FLAGS = ["--actor_model_name_or_path", "a-model", "--reward", "http://127.0.0.1/reward", "--output_dir"]
+
+
+def test_a_second_run_in_a_directory_is_refused_until_the_first_is_gone(tmp_path, monkeypatch):
+    """Also a pipeline that has the directory as a step's; `resume` and `overwrite` do not help."""
+    command = [sys.executable, "-c", HOLD, *FLAGS, str(tmp_path / "run" / "grpo")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout.readline() == "locked\n"
+        steps = json.dumps({"steps": {"grpo": {"actor_model_name_or_path": "a-model", "reward": "http://h/reward"}}})
+        (tmp_path / "steps.yaml").write_text(steps)
+        pipeline_flags = [str(tmp_path / "steps.yaml"), "--output_dir", str(tmp_path / "run")]
+        message = rf"output_dir: '.*run/grpo' given; another run writes there \(process {first.pid} on .* since .*\)"
+        for flags in ([], ["--resume", "true"], ["--overwrite", "true"]):
+            monkeypatch.setattr(sys, "argv", ["grpo", *command[3:], *flags])
+            with pytest.raises(ValueError, match=message):
+                checked_arguments(GRPOArguments)
+            monkeypatch.setattr(sys, "argv", ["pipeline", *pipeline_flags, *flags])
+            with pytest.raises(ValueError, match=message):
+                checked_arguments(PipelineArguments, read_pipeline)
+        monkeypatch.setenv("RANK", "1")  # ranks of one run share the lock
+        checked_arguments(PipelineArguments, read_pipeline)
+        monkeypatch.setenv("RANK", "0")
+        first.kill()
+    checked_arguments(PipelineArguments, read_pipeline)  # the kernel has freed the lock
+    assert str(os.getpid()) in (tmp_path / "run" / "grpo" / "run.lock").read_text()
+    monkeypatch.setattr(sys, "argv", ["grpo", *command[3:]])
+    checked_arguments(GRPOArguments)  # this process has the lock already
+
+
+@pytest.mark.parametrize("directory", ["/proc/self/run", "/sys/kernel", "{file}/run"])
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path, directory):
+    """Tests may run as root, whom permission bits do not stop; the kernel's file systems do."""
+    (tmp_path / "file").write_text("")
+    directory = directory.format(file=tmp_path / "file")
+    with pytest.raises(ValueError, match=f"output_dir: '{directory}' given; it cannot be written"):
+        lock_directory(directory)
+
+
+def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch):
+    def flock(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(run_lock.fcntl, "flock", flock)
+    with pytest.warns(UserWarning, match="no lock .No locks available.; start no second run there"):
+        lock_directory(str(tmp_path / "run"))

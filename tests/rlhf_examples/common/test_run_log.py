@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import rlhf_examples.common.run_log as module
 from rlhf_examples.common import files
+from rlhf_examples.common.choices import check_report_to
 from rlhf_examples.common.run_log import RunLog, format_number, read_completions, read_metrics
-from rlhf_examples.common.trackers import LOGP_DIFFERENCE_EDGES, Histogram, check_report_to
+from rlhf_examples.common.trackers import LOGP_DIFFERENCE_EDGES, Histogram
 
 # A stand-in for Trackio and W&B, which both have these calls.
 SERVICE = """
@@ -93,6 +95,9 @@ def test_a_line_that_is_not_json_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 1}\n{"iteration": 2\n')
     with pytest.raises(ValueError, match=r"metrics.jsonl:2 is not JSON"):
         read_metrics(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 1}\n' + "[" * 100_000 + "\n")
+    with pytest.raises(ValueError, match=r"metrics.jsonl:2 is not JSON"):
+        read_metrics(tmp_path)
 
 
 def test_values_that_are_not_finite_are_null_and_warned_of_once(tmp_path):
@@ -149,6 +154,22 @@ def test_the_bar_and_the_tables_show_the_selected_metrics(tmp_path, capfd, monke
     assert "│ loss" in out and "histogram" not in out
 
 
+def test_evaluations_before_and_after_training_are_a_row_and_the_last_line(tmp_path, capfd):
+    log = run_log(tmp_path, total=2, description="PPO")
+    before = {"eval_reward": 0.204, "eval_reward_stderr": 0.0278, "eval_gold": 1234.5}
+    log.add(0, before)
+    for iteration in (1, 2):
+        log.add(iteration, {"score": 0.5})
+    log.set_held_out(before, {"eval_reward": 0.7061, "eval_reward_stderr": 0.0314, "eval_gold": math.nan})
+    log.close()
+    out, err = capfd.readouterr()
+    expected = "PPO, held out, before → after: eval_reward 0.204 ± 0.0278 → 0.706 ± 0.0314; eval_gold 1,234 → nan"
+    assert out.splitlines()[-1] == expected
+    assert "PPO: 2/2" in err and "3/2" not in err, "the evaluation before training was counted as an iteration"
+    run_log(tmp_path, start=1)
+    assert read_metrics(tmp_path) == [{"iteration": 0, **before}, {"iteration": 1, "score": 0.5}]
+
+
 def test_samples_are_saved_and_printed_verbatim(tmp_path, capfd):
     log = run_log(tmp_path)
     after = "[/red] \ud83d \x1b[2J <b> 🙂"
@@ -164,9 +185,15 @@ def test_samples_are_saved_and_printed_verbatim(tmp_path, capfd):
         log.show_samples(["p", "q"], ["b"], ["a", "d"])
 
 
-def test_settings_are_saved(tmp_path):
-    run_log(tmp_path, settings={"lr": 1e-4, "model": tmp_path})
-    assert json.loads((tmp_path / "settings.json").read_text()) == {"lr": 1e-4, "model": str(tmp_path)}
+def test_settings_are_saved_without_secrets(tmp_path):
+    address = "http://me:my-password@rewards:80/f?api_key=my-key"
+    log = run_log(tmp_path, settings={"lr": 1e-4, "model": tmp_path, "reward": [address], "HF_TOKEN": "my-token"})
+    text = (tmp_path / "settings.json").read_text()
+    assert json.loads(text) == {"lr": 1e-4, "model": str(tmp_path), "reward": [ANY], "HF_TOKEN": "***"}
+    log.add(1, {"loss": 1.0})
+    log.close()
+    for secret in ("my-password", "my-key", "my-token"):
+        assert not any(secret in path.read_text(errors="ignore") for path in tmp_path.rglob("*") if path.is_file())
 
 
 def test_tensorboard_events_of_a_resumed_run(tmp_path):
@@ -236,9 +263,9 @@ def test_short_numbers():
 
 
 def test_progress_without_a_terminal_is_a_line_every_few_seconds(tmp_path, monkeypatch, capsys):
-    """Without a terminal no bar is redrawn, and DeepSpeed's line comes as often as the progress."""
+    """Without a terminal no bar is redrawn, and DeepSpeed's line of each iteration is in a file."""
     now = [100.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
     log = RunLog(tmp_path, total=40, bar_metrics={"reward": "reward"}, description="PPO", print_every=0, report_to=[])
     for iteration in range(1, 26):
         with log.engine_output():
@@ -251,7 +278,8 @@ def test_progress_without_a_terminal_is_a_line_every_few_seconds(tmp_path, monke
     assert [line.split(" [")[0] for line in lines] == ["PPO: 1/40", "PPO: 11/40", "PPO: 21/40", "PPO: 25/40"]
     assert lines[1] == "PPO: 11/40 [00:11<00:29,  1.00it/s, reward=5.5]"
     assert "\r" not in err
-    assert [line for line in out.splitlines() if line.startswith("|E2E")] == [f"|E2E latency={n}" for n in (2, 12, 22)]
+    assert "|E2E" not in out
+    assert (tmp_path / "engine.log").read_text().splitlines() == [f"|E2E latency={n}" for n in range(1, 26)]
 
 
 def test_progress_in_a_terminal_is_a_bar(tmp_path, monkeypatch):

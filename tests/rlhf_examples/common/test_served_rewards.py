@@ -6,15 +6,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from urllib.request import urlopen
 
+import httpx2
 import pytest
 import torch.distributed as dist
 
 from rlhf_examples import pipeline
 from rlhf_examples.common.arguments import RewardServerArguments
+from rlhf_examples.common.daemon_threads import running
+from rlhf_examples.common.http_client import fetch
 from rlhf_examples.common.ranks import gather_objects
 from rlhf_examples.common.served_rewards import served_rewards
+from rlhf_examples.common.steps import parse
 from rlhf_examples.rewards import SERVERS, address_of, load_reward, reward_name
 from tests.marks import slow_but
 from tests.rlhf_examples.scripts import TINY, logged, make_small_models, models_of
@@ -25,9 +28,9 @@ SUMS = "rlhf_examples.rewards:exact_match"
 
 def responds(address: str) -> bool:
     try:
-        with urlopen(address, timeout=5):
-            return True
-    except OSError:  # connection refused or reset
+        with running(fetch(address)) as response:
+            return response.result(5).is_success
+    except httpx2.HTTPError:  # connection refused or reset
         return False
 
 
@@ -42,7 +45,7 @@ def check_grpo(directory: str) -> None:
     settings = {**TINY["grpo"], **models_of("grpo", Path(directory)), "num_iterations": 2, "script": "grpo"}
     steps = {"here": {**settings, "reward": REWARD}, "asked": {**settings, "reward": "server:words"}}
     servers = {"words": {"reward": REWARD}}
-    pipeline.run(pipeline.parse({"output_dir": f"{directory}/run", "steps": steps, "servers": servers}, []))
+    pipeline.run(parse({"output_dir": f"{directory}/run", "steps": steps, "servers": servers}, []))
     local, served = (logged(Path(directory) / "run" / name) for name in steps)
     assert len(local) == 2 and local == served, "metrics differ between local and served rewards"
     assert SERVERS not in os.environ
@@ -79,7 +82,7 @@ def test_a_reward_server_runs_until_its_block_ends(ranks):
 
 HOLDING = f"""
 import time, torch.distributed as dist
-from rlhf_examples.common.arguments import RewardServerArguments
+from rlhf_examples.common.arguments import (RewardServerArguments)
 from rlhf_examples.rewards import address_of
 from rlhf_examples.common.served_rewards import served_rewards
 dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
@@ -107,8 +110,8 @@ def test_a_reward_server_ends_with_its_parent_process(number):
 def test_invalid_server_settings_raise_before_the_pipeline_starts():
     steps = {"grpo": {"reward": "server:sum"}}
     with pytest.raises(ValueError, match="steps.grpo: 'server:sum' given, and the file defines no servers"):
-        pipeline.parse({"steps": steps}, [])
+        parse({"steps": steps}, [])
     with pytest.raises(ValueError, match="steps.grpo: unknown key 'sum'; the nearest known key is 'sums'"):
-        pipeline.parse({"steps": steps, "servers": {"sums": {"reward": SUMS}}}, [])
+        parse({"steps": steps, "servers": {"sums": {"reward": SUMS}}}, [])
     with pytest.raises(ValueError, match="servers.sums: unknown key 'rewards'"):
-        pipeline.parse({"steps": {"grpo": {}}, "servers": {"sums": {"rewards": SUMS}}}, [])
+        parse({"steps": {"grpo": {}}, "servers": {"sums": {"rewards": SUMS}}}, [])

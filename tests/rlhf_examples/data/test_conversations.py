@@ -215,7 +215,7 @@ def test_generation_marks_of_a_template_have_priority(rows_of):
 
 def test_a_text_completion_is_one_turn(rows_of):
     row = rows_of({"prompt": "a", "completion": "b"}, "turns", tokenizer_of("llama3"))
-    assert row["assistant_mask"] == [0, 0, 1, 1]
+    assert row["assistant_mask"] == [0, 1, 1]
 
 
 def test_labels_cover_only_assistant_turns(rows_of):
@@ -333,7 +333,6 @@ def packed_losses(folder: str) -> tuple[float, float]:
         "max_steps": 1,
         "eval_every": 1,
         "max_seq_len": 64,
-        "padding_free": True,
         "data_path": [f"{folder}/x.jsonl"],
     }
     settings |= {"eval_data_path": [f"{folder}/x.jsonl"], "per_device_train_batch_size": 4, "eval_rows": 16}
@@ -349,10 +348,9 @@ def test_packed_records_do_not_attend_to_each_other(ranks, tmp_path):
     assert packed_loss == pytest.approx(padded_loss, rel=1e-5)
 
 
-def test_packing_without_padding_free_raises():
-    for settings in ({}, {"padding_free": True, "streaming": True}):
-        with pytest.raises(ValueError, match="packing: true given with padding_free: "):
-            SFTArguments(packing=True, **settings)
+def test_packing_of_streamed_records_raises():
+    with pytest.raises(ValueError, match="packing: true given with streaming: true; it needs streaming: false"):
+        SFTArguments(packing=True, streaming=True, max_steps=1)
 
 
 def test_chat_passes_chat_template_kwargs():

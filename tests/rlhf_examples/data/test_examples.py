@@ -56,12 +56,12 @@ def number_of(row: dict) -> int:
     return json.loads(row["columns"])["answer"]
 
 
-def test_bos_and_eos_are_added(examples, tokenizer):
+def test_completions_have_an_end_token_and_no_start_token(examples, tokenizer):
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     (row,) = examples([PAIR], "preference").rows
-    assert row["prompt_ids"] == [bos, *tokenizer(PAIR["prompt"])["input_ids"]]
-    assert row["chosen_ids"] == [*tokenizer(PAIR["chosen"])["input_ids"], eos]
-    assert row["rejected_ids"] == [*tokenizer(PAIR["rejected"])["input_ids"], eos]
+    assert row["prompt_ids"] == tokenizer(PAIR["prompt"])["input_ids"]
+    for name in ("chosen", "rejected"):
+        assert row[f"{name}_ids"] == [*tokenizer(PAIR[name], add_special_tokens=False)["input_ids"], eos]
     (row,) = examples([PAIR], "supervised").rows
     assert (
         tokenizer.decode(row["prompt_ids"] + row["completion_ids"]) == "<s> anna found a red ball in the garden . </s>"
@@ -90,9 +90,9 @@ def test_prompt_and_completion_are_tokenized_separately(examples):
     made = merging_tokenizer()
     assert made("ba" + "bb")["input_ids"] == [4, 5, 4], "the merge crosses the end of the prompt"
     (row,) = examples([{"prompt": "ba", "completion": "bb"}], "supervised", made).rows
-    assert (row["prompt_ids"], row["completion_ids"]) == ([1, 4, 3], [4, 4, 2])
+    assert (row["prompt_ids"], row["completion_ids"]) == ([4, 3], [4, 4, 2])
     (row,) = examples([{"prompt": "bb", "completion": "ab"}], "supervised", made).rows
-    assert (row["prompt_ids"], row["completion_ids"]) == ([1, 4, 4], [5, 2])
+    assert (row["prompt_ids"], row["completion_ids"]) == ([4, 4], [5, 2])
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -116,8 +116,8 @@ def test_bad_records_are_counted_and_skipped(streaming, examples):
     made = examples([*records, all_unknown], "preference", streaming=streaming)
     rows = list(itertools.islice(made.ordered(seed=0), 5))  # into the third epoch of two rows
     assert {row["number"] for row in rows} == {1, 6}
-    assert made.left_out.total == 7, "records were counted again in later epochs"
-    assert made.left_out.counts == {
+    assert made.skipped.total == 7, "records were counted again in later epochs"
+    assert made.skipped.counts == {
         "no chosen among the columns prompt; name the column with --chosen_column": 1,
         "not a JSON object": 1,
         "chosen equals rejected": 1,

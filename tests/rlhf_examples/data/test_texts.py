@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rlhf_examples.data.synthetic import synthetic_tokenizer
-from rlhf_examples.data.texts import BadRecord, LeftOut, RecordFormat, texts_of
+from rlhf_examples.data.texts import BadRecord, RecordFormat, SkippedRecords, texts_of
 
 CHAT = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
@@ -93,6 +93,7 @@ def test_conversations_are_rendered_by_the_template(form, record, conversations,
     [
         ("prompt", raw("{bad"), "not JSON"),
         ("prompt", raw(""), "not JSON"),
+        ("prompt", raw('{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}"), "nested too deeply"),
         ("prompt", raw("", "not UTF-8"), "not UTF-8"),
         ("prompt", row([1]), "not a JSON object"),
         ("prompt", row("text"), "not a JSON object"),
@@ -186,11 +187,11 @@ def test_conversations_without_a_template_raise():
 
 
 def test_left_out_records_are_counted_and_the_first_named():
-    left_out = LeftOut()
+    skipped = SkippedRecords()
     reasons = ["", "empty prompt", "not JSON", "empty prompt", "", "empty prompt", "empty prompt"]
-    usable = [left_out.usable("x.jsonl", number, reason) for number, reason in enumerate(reasons, start=1)]
+    usable = [skipped.usable("x.jsonl", number, reason) for number, reason in enumerate(reasons, start=1)]
     assert usable == [not reason for reason in reasons]
-    assert str(left_out) == (
+    assert str(skipped) == (
         "5 of 7 records left out; 4 × empty prompt (x.jsonl, record 2, x.jsonl, record 4, x.jsonl, record 6); "
         "1 × not JSON (x.jsonl, record 3)"
     )

@@ -1,5 +1,6 @@
 """The report of a run: it shows the logged values, is self-contained, and renders in a browser."""
 
+import io
 import json
 import math
 import os
@@ -7,6 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
+from contextlib import redirect_stderr
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,7 +20,8 @@ import pytest
 
 from rlhf_examples.common.run_log import RunLog
 from rlhf_examples.common.trackers import Histogram
-from rlhf_examples.report.charts import MOST_POINTS, downsampled, draw_histogram, phase_seconds, smoothed
+from rlhf_examples.report.__main__ import main
+from rlhf_examples.report.charts import Chart, draw_histogram, draw_lines, phase_seconds, smoothed
 from rlhf_examples.report.write import duration, summary_figures, title_of, write_comparison, write_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -151,7 +155,8 @@ def test_figures_match_the_log(page):
         "Tokens per second": "1,500 → 1,500",  # the step's value; the summary's has the same label
         "My own": "7",
         "Loss, held out": "0.35 → 0.117",
-        "Reward": "1.5 → 19.5",  # means of 1, 2 and of 19, 20
+        "Loss in training": "1.83 → 0.104",  # means of 3, 3/2, 1 and of 3/28, 3/29, 3/30
+        "Reward in training": "1.5 → 19.5",  # means of 1, 2 and of 19, 20
         "KL, nats per sequence": "0.15 → 1.95",
         "Completion length, tokens": "30 → 30",
     }
@@ -179,15 +184,20 @@ def test_smoothing_is_a_centred_mean():
     assert smoothed(pd.Series(values[:7])) is None
 
 
-def test_downsampled_curves_keep_their_extremes():
+def test_long_curves_are_short_paths_that_keep_their_extremes():
     values = np.random.default_rng(0).normal(size=50_000)
-    column = pd.Series(values, index=np.arange(1, 50_001))
-    actual = downsampled(column)
-    assert len(actual) <= MOST_POINTS and actual.index.is_monotonic_increasing
-    assert (actual == column[actual.index]).all()
-    for part in np.array_split(np.arange(1, 50_001), 100):
-        inside = actual[(actual.index >= part[0]) & (actual.index <= part[-1])]
-        assert (inside.min(), inside.max()) == (column[part].min(), column[part].max())
+    log = pd.DataFrame({"loss": values}, index=np.arange(1, 50_001))
+    svg = draw_lines(Chart("Loss", "", {"loss": ""}), [log], ["run"]).svg
+    assert len(svg) < 100_000
+    line = max(re.findall(r' d="([^"]*)"', svg), key=len)
+    x, y = np.array(re.findall(r"[ML] (\S+) (\S+)", line), dtype=float).T
+    ranges = np.array_split(np.arange(50_000), 50)
+    ends = np.linspace(x.min(), x.max(), 51)
+    scale = np.ptp(y) / np.ptp(values)  # points for a unit of the loss; y grows downwards
+    for rows, left, right in zip(ranges, ends, ends[1:], strict=False):
+        inside = y.max() - y[(x >= left - 1) & (x <= right + 1)]
+        drawn = inside.min() / scale + values.min(), inside.max() / scale + values.min()
+        assert drawn[0] < values[rows].min() + 0.02 and drawn[1] > values[rows].max() - 0.02
 
 
 def test_completions_are_escaped(page):
@@ -253,6 +263,112 @@ def test_durations():
 def test_a_directory_without_a_log_raises(tmp_path):
     with pytest.raises(ValueError, match=r"no metrics.jsonl in '.*' or in its subdirectories"):
         write_report(tmp_path)
+
+
+def test_evaluations_before_and_after_training_come_first(tmp_path):
+    """With standard errors, and of the model that is exported: the best one, if a run says so."""
+    rewards = {0: 0.2, 2: 0.75, 4: 0.7}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "gold_score"}
+    for name, settings in (("last", {}), ("best", best)):
+        log = RunLog(tmp_path / name, total=4, print_every=0, report_to=[], settings=settings)
+        for i in range(5):
+            metrics = {"reward": i / 10, "time/train_s": 1.0, "time/iteration_s": 1.0} if i else {}
+            if i in rewards:
+                metrics |= {"eval_gold_score": rewards[i], "eval_gold_score_stderr": 0.01 * (i + 1)}
+            log.add(i, metrics)
+        page = Page(write_report(tmp_path / name))
+        figures = [tuple(map(str.strip, pair)) for pair in zip(page.texts[".label"], page.texts[".value"], strict=True)]
+        after, error = ("0.7", "0.05") if name == "last" else ("0.75", "0.03")
+        assert [" ".join(text.split()) for text in figures[0]] == [
+            "Gold score, held out",
+            f"0.2 → {after} ± {error}, before ± 0.01",
+        ]
+        assert figures[1] == ("Reward in training", "0.1 → 0.4")
+        assert "4 iterations · 4.0 s" in " ".join(page.source.split())
+        assert "train 1.000 100.0 %" in [" ".join(row.split()) for row in page.texts["tr"]]
+    page = Page(write_comparison(tmp_path / "last", tmp_path / "best"))
+    assert page.texts[".label"][0] == "Gold score, held out"
+    assert " ".join(page.texts[".value"][0].split()) == "0.7 → 0.75 ± 0.03, before ± 0.05"
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"loss": 1.0}', "is no JSON object with an iteration, 0 or greater"),
+        ('{"iteration": 1.5}', "is no JSON object with an iteration"),
+        ('{"iteration": -1}', "is no JSON object with an iteration"),
+        ('{"iteration": 1' + "0" * 400 + "}", "is no JSON object with an iteration"),
+        ("[1, 2]", "is no JSON object with an iteration"),
+        ("7", "is no JSON object with an iteration"),
+        ("null", "is no JSON object with an iteration"),
+        ("[" * 100_000, "is not JSON"),
+        ('{"iteration": 1, "loss": "low"}', "loss is 'low'; it must be a number, null or a histogram"),
+        ('{"iteration": 1, "loss": {"edges": [0, "1"], "counts": [1]}}', "loss is .*; it must be a number"),
+    ],
+)
+def test_lines_that_are_no_metrics_are_named_in_one_line(line, problem, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"iteration": 1, "loss": 1.0}}\n{line}\n')
+    assert re.fullmatch(rf"error: .*metrics.jsonl:2:? {problem}.*; delete this line or the file\n", refused(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (["none"], "there is no metrics.jsonl in 'none': there is no such directory; give the directory of a run"),
+        (["x" * 300], r"\[Errno \d+\] File name too long: 'x+'"),
+        ([__file__], f"there is no metrics.jsonl in '{__file__}': it is a file; give the directory of a run"),
+        (["a", "b", "c"], "3 directories given; one gives a report, two a comparison"),
+    ],
+)
+def test_wrong_arguments_are_named_in_one_line(given, problem):
+    assert re.fullmatch(f"error: {problem}\n", refused(*given))
+
+
+def test_logs_that_cannot_be_read_are_named_in_one_line(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    assert re.fullmatch(r"error: .*\n", refused(tmp_path))
+    (tmp_path / "metrics.jsonl").rmdir()
+    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\xfe\x00")
+    assert re.fullmatch(r"error: .*\n", refused(tmp_path))
+
+
+def refused(*given: Path | str) -> str:
+    """What the command line prints to standard error, with status 2."""
+    output = io.StringIO()
+    with pytest.raises(SystemExit) as ended, redirect_stderr(output), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["report", *map(str, given)])
+        main()
+    assert ended.value.code == 2
+    return output.getvalue()
+
+
+@pytest.mark.parametrize("name", ["settings.json", "samples.json", "summary.json", "pipeline.json"])
+@pytest.mark.parametrize("content", ["7", "{"])
+def test_other_files_that_are_not_readable_are_named_in_one_line(name, content, tmp_path):
+    (tmp_path / "step").mkdir()
+    (tmp_path / "step" / "metrics.jsonl").write_text('{"iteration": 1, "loss": 1.0}\n')
+    (tmp_path / ("step" if name.startswith("s") and name != "summary.json" else ".") / name).write_text(content)
+    assert re.fullmatch(rf"error: \S*{name} is no.*; delete the file\n", refused(tmp_path))
+
+
+def test_the_largest_numbers_are_drawn(tmp_path):
+    """Their sums, ranges and ratios overflow; JSON can hold greater ones, and infinities."""
+    huge = ["1e308", "-1e308", "1e-308", "1e999", "-Infinity", "NaN", "null", "1" + "0" * 400, "5e-324", "0"]
+    names = ["loss", "reward", "objective/kl", "time/iteration_s", "time/train_s", "time/decode_s", "memory/peak_bytes"]
+    names += ["eval_gold_score", "eval_gold_score_stderr", "sampling/sampling_logp_difference/max"]
+    rows = [
+        {"iteration": i, **{name: huge[(i + number) % len(huge)] for number, name in enumerate(names)}}
+        for i in [*range(30), 3, 7]
+    ]
+    lines = ["{" + ", ".join(f'"{name}": {value}' for name, value in row.items()) + "}" for row in rows]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of numpy's and matplotlib's overflows
+        page = Page(write_report(tmp_path))
+    assert {"Loss", "Reward", "Memory per rank", "Logprob differences of sampler and trainer"} <= set(page.charts)
+    assert "30 iterations" not in page.source and "29 iterations" in page.source
+    assert not any(re.search(r"\d{40}", text) for text in (*page.texts[".value"], *page.texts["text"]))
+    write_comparison(tmp_path, tmp_path)
 
 
 @pytest.mark.slow
@@ -354,12 +470,7 @@ def test_completions_while_training_are_shown_by_prompt(tmp_path):
     page = write_report(tmp_path).read_text()
     part = page[page.index("Completions of held-out prompts during training") :]
     assert "two &lt;b&gt;" in part
-    assert part.index("a0") < part.index("0.25") < part.index("a1") < part.index("0.75") < part.index("b0")
-
-
-def test_the_report_needs_no_deepspeed():
-    code = "import rlhf_examples.report.write, sys; assert 'deepspeed' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert part.index("0.25") < part.index("a0") < part.index("0.75") < part.index("a1") < part.index("b0")
 
 
 def log_grpo(directory: Path, reward: float, beta: float) -> None:
@@ -410,7 +521,7 @@ def test_a_figure_before_and_after_is_one_card():
         figure.label: figure for figure in summary_figures({"my_before": 1, "my_after": 2, "my_after_stderr": 0.5})
     }
     assert figures.keys() == {"My"}
-    assert (figures["My"].before, figures["My"].now, figures["My"].error) == ("1", "2", "0.5")
+    assert (figures["My"].before, figures["My"].now, figures["My"].error) == (1, 2, 0.5)
 
 
 def test_two_runs_are_compared(two_runs):

@@ -1,0 +1,1 @@
+"""The commands of `hybrid`: doctor, plan, serve, report."""

@@ -1,0 +1,1 @@
+"""Environments of rollouts with several turns: messages, tools, chat templates, and how rows step."""

@@ -1,0 +1,1 @@
+"""Execution: who runs a call, and with which ranks."""

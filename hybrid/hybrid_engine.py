@@ -1,3 +1,0 @@
-"""The engine's module path before 0.3. Import from `hybrid` instead."""
-
-from hybrid.engine import HybridEngine as HybridEngine

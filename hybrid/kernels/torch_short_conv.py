@@ -1,0 +1,57 @@
+"""Gated short convolutions (LFM2, arXiv:2511.23404) in torch, on any device: the reference for the CPU kernels, and the
+fallback.
+
+A token's output is a gate times a convolution over the latest gated inputs of each channel. It rounds where Hugging
+Face's modules round (transformers 5.23).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from hybrid.kernels.recurrent import Linear, StateRows, convolved
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """Sizes of a model's gated short convolutions.
+
+    channels: of the convolution: the model's hidden size.  conv_width: of the convolution, in tokens.
+    """
+
+    kind: ClassVar[str] = "short convolution"
+    channels: int
+    conv_width: int
+
+    @property
+    def width(self) -> int:
+        """Elements per token that a layer holds at once."""
+        return 8 * self.channels  # both gates and the input, and before and after the convolution, of which in float32
+
+    def weight_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each role's weight.  hidden: the model's hidden size."""
+        return {
+            "conv_in": (3 * self.channels, hidden),
+            "conv": (self.conv_width, self.channels),
+            "conv_o": (hidden, self.channels),
+        }
+
+    def state_shapes(self, lanes: int = 1) -> tuple[tuple[int, ...], ...]:
+        """Return the shape of a sequence's only state: the convolution's latest inputs.  lanes: not read."""
+        return ((self.conv_width - 1, self.channels),)
+
+    def mixed(
+        self,
+        x: torch.Tensor,
+        linear: Linear,
+        weights: Mapping[str, torch.Tensor],
+        states: tuple[torch.Tensor, ...],
+        groups: Sequence[StateRows],
+        eps: float,
+    ) -> torch.Tensor:
+        """Return the mixer's output for x [tokens, hidden], and update the states of its sequences.  eps: not read."""
+        input_gate, output_gate, inputs = linear("conv_in", x).chunk(3, dim=-1)
+        filtered = convolved(input_gate * inputs, weights["conv.weight"], weights.get("conv.bias"), states[-1], groups)
+        return linear("conv_o", output_gate * filtered)

@@ -1,0 +1,89 @@
+"""Tokens in whose place a model reads an image, a video or sound, and prompts that have them without such an input."""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+SETTING = re.compile("(image|video|audio|speech)_token_(id|index)")
+SOUND = ("audio", "speech", "input_features", "input_values")
+# By kind, parts of the names of the arguments that give such an input.
+INPUTS = {"image": ("image", "pixel_values"), "video": ("video",), "audio": SOUND, "speech": SOUND}
+MAX_SAMPLED = 4096  # sequences that are remembered
+
+
+def settings_of(config: Any) -> Iterator[tuple[str, int]]:
+    """Yield the settings of a configuration, and of those inside it, that give such a token; with its id."""
+    for name, value in vars(config).items() if hasattr(config, "to_dict") else ():
+        if SETTING.fullmatch(name) and isinstance(value, int):
+            yield name, value
+    for name in getattr(config, "sub_configs", ()):
+        yield from settings_of(getattr(config, name, None))
+
+
+class Placeholders:
+    """The placeholder tokens of a model.
+
+    A model may draw such a token in a completion, where it is a token like others: `note_sampled` remembers these
+    sequences, which may then be scored.
+    """
+
+    def __init__(self, config: Any):
+        self.settings = {token: name for name, token in settings_of(config)}
+        self.tokens = torch.tensor(list(self.settings), dtype=torch.int64)
+        self.sampled: dict[bytes, None] = {}  # sequences up to their last placeholder, the latest last
+
+    def rows(self, prompts: Sequence[torch.Tensor]) -> list[bool]:
+        """Return which prompts, int64 [n] each on the host, have a placeholder."""
+        return [bool(torch.isin(prompt, self.tokens).any()) for prompt in prompts]
+
+    def require_inputs(
+        self,
+        call: str,
+        ids: Any,
+        mask: torch.Tensor | None = None,
+        given: Iterable[str] = (),
+        by_row: Sequence[Iterable[str]] = (),
+    ) -> None:
+        """Raise ValueError if ids [rows, tokens] name an input that is not `given`, by the arguments' names.
+
+        by_row: the arguments of each row; empty: `given`, for all rows.
+        """
+        if not self.settings or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+            return
+        for row, token, _ in self._unknown(ids, mask):
+            given = set(by_row[row] if by_row else given)
+            name = self.settings[token]
+            kind = name.partition("_")[0]
+            pixels = {argument for argument in given if kind == "image" and "video" in argument}
+            if not any(part in argument for part in INPUTS[kind] for argument in given - pixels):
+                raise ValueError(
+                    f"{call}: row {row} has the token {token} (config.{name}), in whose place the model reads an input "
+                    f"of the kind {kind}, and none is given: the model would see nothing there. engine.generate() and "
+                    "forwards take it by its name (pixel_values, input_features), rollout(), score() and logps() in "
+                    "model_inputs, as the model's processor returns it"
+                )
+
+    def note_sampled(self, ids: torch.Tensor, mask: torch.Tensor, prompt_len: int) -> None:
+        """Remember sequences [rows, tokens] whose placeholders were drawn behind a prompt of text."""
+        if not self.settings:
+            return
+        blind = {row for row, *_ in self._unknown(ids[:, :prompt_len], mask[:, :prompt_len])}
+        for row, _, key in self._unknown(ids, mask):
+            if row not in blind:
+                self.sampled[key] = None
+        for key in list(self.sampled)[:-MAX_SAMPLED]:
+            del self.sampled[key]
+
+    def _unknown(self, ids: torch.Tensor, mask: torch.Tensor | None) -> Iterator[tuple[int, int, bytes]]:
+        """Yield rows with placeholders that are not known to be drawn: number, first placeholder, ids up to the last
+        one."""
+        real = torch.ones_like(ids, dtype=torch.bool) if mask is None or mask.shape != ids.shape else mask.bool()
+        found = torch.isin(ids, self.tokens.to(ids)) & real.to(ids.device)
+        for row in found.any(dim=1).nonzero().flatten().tolist():
+            positions = found[row].nonzero().flatten().tolist()
+            end = positions[-1] + 1
+            key = ids[row, :end][real[row, :end].to(ids.device)].long().cpu().numpy().tobytes()
+            if key not in self.sampled:
+                yield row, int(ids[row, positions[0]]), key

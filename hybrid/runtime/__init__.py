@@ -1,0 +1,1 @@
+"""Shared by all packages: ranks, locks, interrupts, event loops, input casts, messages."""

@@ -1,0 +1,1 @@
+"""Sampling: counter-based keys, the sampler, vocabulary slices, logprobs."""

@@ -1,0 +1,379 @@
+"""Reproducible sampling: a token is a function of (seed, row, sample, position) and its logits, and of nothing else."""
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hybrid.kernels import has_triton
+from hybrid.kernels.cpu_library import Samples, address, cpu_library
+from hybrid.runtime.inputs import as_ids
+from hybrid.sampling.params import RowParams, SamplingParams, truncates, warpers_of
+from hybrid.sampling.vocabulary import VocabularySlice, own_columns
+
+LOGPROBS = ("sampling_logps", "old_logps", "raw_logps")  # fields of SamplerOutput
+
+# splitmix64's constants (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"), as int64.
+GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
+MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+
+
+def shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return logical right shift of int64 `x`; torch's `>>` repeats the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def mixed(x: torch.Tensor) -> torch.Tensor:
+    """splitmix64's finalizer on int64 tensors; products wrap as in C."""
+    x = (x ^ shifted(x, 30)) * MIX_1
+    x = (x ^ shifted(x, 27)) * MIX_2
+    return x ^ shifted(x, 31)
+
+
+def stream_keys(seed: int, rows: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
+    """Return the RNG key of each (row, sample).  rows, samples int64 [n]; returns int64 [n]."""
+    key = mixed(torch.full_like(rows, wrapped(seed)) + GOLDEN)
+    key = mixed(key ^ mixed(rows + GOLDEN))
+    return mixed(key ^ mixed(samples + GOLDEN))
+
+
+def key_after_fork(key: torch.Tensor) -> torch.Tensor:
+    """Return the RNG key with which a row goes on after its environment has rewritten its history.  int64 []"""
+    return mixed(key + 1)
+
+
+def wrapped(seed: int) -> int:
+    """Any integer wrapped to int64."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+class Seeds:
+    """Seeds for calls that give none: a function of torch's initial seed and of the number of seeds given before.
+
+    Nothing is drawn from torch's generators, so that a run that samples trains to the same bits as one that does not.
+    `torch.manual_seed` with another seed restarts the sequence.
+    initial: replaces torch's initial seed until that changes, for ranks that must draw the same tokens.
+    """
+
+    def __init__(self, initial: int | None = None):
+        self.of_torch = torch.initial_seed()
+        self.initial = self.of_torch if initial is None else initial
+        self.count = 0
+
+    def next(self) -> int:
+        """Return the next seed."""
+        if torch.initial_seed() != self.of_torch:
+            self.of_torch = self.initial = torch.initial_seed()
+            self.count = 0
+        self.count += 1
+        return int(stream_keys(self.initial, torch.tensor([self.count]), torch.tensor([0])))
+
+
+def uniform(keys: torch.Tensor, positions: torch.Tensor | int) -> torch.Tensor:
+    """Return a number in [0, 1) for each (key, position), a pure function of both.
+
+    keys int64 [n], positions int64 [n] or an int for all keys; returns float64 [n].
+    """
+    return shifted(mixed(keys + (torch.as_tensor(positions) + 1) * GOLDEN), 11).double() * 2.0**-53
+
+
+def inverse_cdf(scores: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """Return the token at which the cumulative softmax of `scores` passes u.  scores [n, vocab], u [n] in [0, 1);
+    returns int64 [n]. The last token where the softmax is NaN.
+
+    A token of probability 0 is never chosen: `right=True` steps over flat parts, and u·total stays below total.
+    """
+    cdf = torch.softmax(scores.float(), dim=-1).cumsum(dim=-1)
+    total = cdf[:, -1:]
+    target = torch.minimum(u.unsqueeze(1).to(total.dtype) * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cdf, target, right=True).squeeze(1).clamp(max=scores.shape[1] - 1)
+
+
+def selective_log_softmax(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """log softmax(logits) at `ids`, without storing it for the whole vocabulary.
+
+    logits [..., vocab] of any floating dtype, ids [...] of any integer dtype; returns float32 [...], differentiable.
+    """
+    chosen = logits.gather(-1, as_ids(ids, logits.device).unsqueeze(-1)).squeeze(-1).float()
+    return chosen - torch.logsumexp(logits.float(), dim=-1)
+
+
+def entropy(logits: torch.Tensor) -> torch.Tensor:
+    """Return the entropy of softmax(logits) in nats.  logits [..., vocab]; returns float32 [...]."""
+    log_probs = torch.log_softmax(logits.float(), dim=-1).clamp(min=torch.finfo(torch.float32).min)  # 0 · -inf is NaN
+    return -(log_probs.exp() * log_probs).sum(dim=-1)
+
+
+@dataclass(frozen=True)
+class SamplerOutput:
+    """Tokens and their logprobs.  tokens: int64 [n].  The logprobs: float32 [n].
+
+    sampling_logps: under the distribution drawn from, softmax(logits / T), truncated and renormalised.
+    old_logps: under softmax(logits / T).
+    raw_logps: under softmax(logits).
+    T is the temperature; 1 if the draw is greedy.
+    All three are NaN in a row whose logits have no softmax: one of them is NaN or +inf, or all are -inf. Its token is
+    any of the vocabulary.
+    """
+
+    tokens: torch.Tensor
+    sampling_logps: torch.Tensor
+    old_logps: torch.Tensor
+    raw_logps: torch.Tensor
+
+    def logps(self) -> torch.Tensor:
+        """Return the three logprobs, float32 [3, n]."""
+        return torch.stack([getattr(self, name) for name in LOGPROBS])
+
+
+def sample_tokens(
+    logits: torch.Tensor,
+    keys: torch.Tensor,
+    positions: torch.Tensor,
+    params: SamplingParams | RowParams,
+    vocabulary: VocabularySlice | None = None,
+    values: torch.Tensor | None = None,
+) -> SamplerOutput:
+    """Sample a token for each row of logits.
+
+    Args:
+        logits: float32 [n, vocab].
+        keys: int64 [n], as in `uniform`.
+        positions: int64 [n], as in `uniform`.
+        params: of all rows, or by row; without repetition_penalty and min_new_tokens, which need the row's tokens.
+        vocabulary: the slice that `logits` [n, width] are of; ranks then exchange sums and candidates, and each gets
+            the tokens of the whole vocabulary. None: the whole vocabulary.
+        values: these settings on the device, as `values_of_rows` returns them, for Triton's kernels. None: they are
+            copied there, which no CUDA graph can contain.
+    """
+    params = RowParams.of(params) if isinstance(params, SamplingParams) else params
+    processed = any(each.repetition_penalty != 1.0 or each.min_new_tokens for each in params.distinct)
+    assert not processed, "repetition_penalty and min_new_tokens need the row's tokens"
+    if vocabulary is not None:
+        return sample_sharded(logits, keys, positions, params, vocabulary, values)
+    if values is not None or (logits.is_cuda and has_triton()):
+        # needs triton, which a CPU install lacks
+        from hybrid.kernels.triton_sampling import sample, sampling_features, values_of_rows
+
+        if values is None:
+            values = values_of_rows(params.table, params.index, len(logits), logits.device)
+        features = sampling_features(params.table)
+        return SamplerOutput(*sample(logits, keys.contiguous(), positions.contiguous(), values, features))
+    library = cpu_library() if logits.device.type == "cpu" else None
+    if library is None:
+        return sample_tokens_in_torch(logits, keys, positions, params)
+    logits = logits.contiguous()
+    record, sampled = samples_record(keys, positions, params)
+    at = address(logits, torch.float32)
+    library.sample(at, logits.shape[1], ctypes.addressof(record), torch.get_num_threads())
+    return sampled
+
+
+def samples_record(
+    keys: torch.Tensor, positions: torch.Tensor, params: RowParams, *steps: int
+) -> tuple[ctypes.Structure, SamplerOutput]:
+    """Return the C++ kernels' record of the tokens to sample, and the output that they write, [*steps, n].
+
+    The output is valid as long as the record.
+
+    keys, positions: int64 [n].
+    """
+    keys, positions, shape = keys.contiguous(), positions.contiguous(), (*steps, len(keys))
+    sampled = SamplerOutput(torch.empty(shape, dtype=torch.int64), *(torch.empty(shape) for _ in LOGPROBS))
+    record = Samples(
+        draws=address(params.table, torch.float64),
+        draw_of_row=None if params.index is None else address(params.index, torch.int64),
+        rows=len(keys),
+        keys=address(keys, torch.int64),
+        positions=address(positions, torch.int64),
+        tokens=address(sampled.tokens, torch.int64),
+        **{name: address(getattr(sampled, name), torch.float32) for name in LOGPROBS},
+    )
+    record.tensors = keys, positions, params, sampled  # keeps alive what it points to
+    return record, sampled
+
+
+def sample_by_settings(sample: Callable[[SamplingParams, Any], SamplerOutput], params: RowParams) -> SamplerOutput:
+    """Sample rows of equal settings together.  sample: for these settings, and the rows, int64 [n], that have them."""
+    if params.index is None:
+        return sample(params.distinct[0], slice(None))
+    groups: list[tuple[SamplingParams, Any]] = list(params.groups())
+    parts = [sample(*group) for group in groups]
+    order = torch.cat([rows for _, rows in groups]).argsort()
+    return SamplerOutput(*(torch.cat(values)[order] for values in zip(*map(in_fields, parts), strict=True)))
+
+
+def in_fields(output: SamplerOutput) -> tuple[torch.Tensor, ...]:
+    """Return the fields of an output in their order."""
+    return output.tokens, *(getattr(output, name) for name in LOGPROBS)
+
+
+def sample_sharded(
+    logits: torch.Tensor,
+    keys: torch.Tensor,
+    positions: torch.Tensor,
+    params: RowParams,
+    vocabulary: VocabularySlice,
+    values: torch.Tensor | None = None,
+) -> SamplerOutput:
+    """`sample_tokens` from a slice of the vocabulary, logits float32 [n, width]. A collective of the group."""
+    logits = logits.contiguous()
+    if vocabulary.group.shares_memory:
+        record, sampled = samples_record(keys, positions, params)
+        cpu_library().sample_sharded(
+            ctypes.addressof(vocabulary.group.record),
+            address(logits, torch.float32),
+            vocabulary.width,
+            vocabulary.count,
+            vocabulary.first,
+            vocabulary.size,
+            ctypes.addressof(record),
+            torch.get_num_threads(),
+        )
+        vocabulary.group.check()
+        return sampled
+
+    def sample(each: SamplingParams, rows: torch.Tensor | slice) -> SamplerOutput:
+        of_rows = None if values is None else values[rows]
+        return sample_sharded_in_torch(logits[rows], keys[rows], positions[rows], each, vocabulary, of_rows)
+
+    return sample_by_settings(sample, params)
+
+
+def sample_sharded_in_torch(
+    logits: torch.Tensor,
+    keys: torch.Tensor,
+    positions: torch.Tensor,
+    params: SamplingParams,
+    vocabulary: VocabularySlice,
+    values: torch.Tensor | None = None,
+) -> SamplerOutput:
+    """`sample_sharded` in torch operations, for rows of equal settings. A collective of the group."""
+    if truncates(params):
+        local_rows, whole = vocabulary.whole_of_own_rows(logits)
+        settings = keys[local_rows], positions[local_rows], params, None
+        sampled = sample_tokens(whole, *settings, None if values is None else values[local_rows])
+        return of_all_rows(sampled, len(keys), vocabulary)
+    local, temperature = own_columns(logits, vocabulary).double(), params.temperature or 1.0
+    largest, argmax = local.max(dim=-1)
+    weights = ((local - largest[:, None]) / temperature).exp().nan_to_num(0.0)  # NaN in a slice of -inf alone
+    raw = (local - largest[:, None]).exp().nan_to_num(0.0).sum(dim=-1)
+    # [ranks, rows]: largest logits, their tokens, and sums relative to them.
+    tops, tokens, masses, raws = vocabulary.group.gather(
+        torch.stack([largest, (argmax + vocabulary.first).double(), weights.sum(dim=-1), raw])
+    ).unbind(1)
+    top, winner = tops.max(dim=0)
+    scales = ((tops - top) / temperature).exp()
+    cumulative = (masses * scales).cumsum(dim=0)
+    if params.temperature == 0:
+        token, logit = tokens.gather(0, winner[None])[0], top
+    else:
+        target = uniform(keys, positions) * cumulative[-1]
+        owner = (cumulative <= target).sum(dim=0).clamp(max=len(cumulative) - 1)
+        before = (cumulative - masses * scales).gather(0, owner[None])[0]
+        cdf = weights.cumsum(dim=-1)
+        local_target = (target - before) / scales[vocabulary.group.index]
+        local_target = torch.minimum(local_target, torch.nextafter(cdf[:, -1], torch.zeros_like(local_target)))
+        found = torch.searchsorted(cdf, local_target[:, None], right=True).clamp(max=local.shape[1] - 1)
+        candidates = torch.stack([(found[:, 0] + vocabulary.first).double(), local.gather(1, found)[:, 0]])
+        token, logit = vocabulary.group.gather(candidates).gather(0, owner.expand(1, 2, -1))[0]
+    old = ((logit - top) / temperature - cumulative[-1].log()).float()
+    raw = (raws * (tops - top).exp()).sum(dim=0)
+    return SamplerOutput(token.long(), old, old, (logit - top - raw.log()).float())
+
+
+def of_all_rows(sampled: SamplerOutput, count: int, vocabulary: VocabularySlice) -> SamplerOutput:
+    """Return the output of all `count` rows, from each rank's output for its rows of `divided`. A collective."""
+    numbers = torch.cat([sampled.tokens[None].double(), sampled.logps().double()])
+    tokens, *logps = vocabulary.group.gather(numbers).permute(1, 0, 2).flatten(1)[:, :count]
+    return SamplerOutput(tokens.long(), *(of_rows.float() for of_rows in logps))
+
+
+def sample_tokens_in_torch(
+    logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, params: SamplingParams | RowParams
+) -> SamplerOutput:
+    """`sample_tokens` in torch operations, on any device. Waits for it only if rows have different settings."""
+    params = RowParams.of(params) if isinstance(params, SamplingParams) else params
+
+    def sample(each: SamplingParams, rows: torch.Tensor | slice) -> SamplerOutput:
+        of_rows, temperature = logits[rows], each.temperature
+        greedy = temperature == 0
+        no_ids: Any = None  # warpers do not read them
+        scores = of_rows if greedy else warpers_of(each)(no_ids, of_rows)
+        tokens = of_rows.argmax(dim=-1) if greedy else inverse_cdf(scores, uniform(keys[rows], positions[rows]))
+        raw = selective_log_softmax(of_rows, tokens)
+        old = raw if temperature in (0, 1.0) else selective_log_softmax(of_rows / temperature, tokens)
+        sampling = selective_log_softmax(scores, tokens) if truncates(each) else old
+        invalid = ~torch.logsumexp(of_rows, dim=-1).isfinite()
+        return SamplerOutput(tokens, *(logps.masked_fill(invalid, torch.nan) for logps in (sampling, old, raw)))
+
+    return sample_by_settings(sample, params)
+
+
+def score_tokens(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, vocabulary: VocabularySlice | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logprob of each row's target, and the entropy, both under softmax(logits / temperature).
+
+    logits float32 [n, vocab], targets int64 [n]; returns float32 [n] twice.  vocabulary: as in `sample_tokens`.
+    """
+    if vocabulary is not None:
+        return score_sharded(logits, targets, temperature, vocabulary)
+    library = cpu_library() if logits.device.type == "cpu" else None
+    if library is None:
+        logits = logits / temperature
+        return selective_log_softmax(logits, targets), entropy(logits)
+    rows, vocab = logits.shape
+    logits, targets = logits.contiguous(), targets.contiguous()
+    logps, entropies = torch.empty(rows), torch.empty(rows)
+    library.score(
+        address(logits, torch.float32),
+        rows,
+        vocab,
+        address(targets, torch.int64),
+        temperature,
+        address(logps, torch.float32),
+        address(entropies, torch.float32),
+        torch.get_num_threads(),
+    )
+    return logps, entropies
+
+
+def score_sharded(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, vocabulary: VocabularySlice
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`score_tokens` from a slice of the vocabulary, logits float32 [n, width]. A collective of the group."""
+    logits, targets = logits.contiguous(), targets.contiguous()
+    if vocabulary.group.shares_memory:
+        logps, entropies = torch.empty(2, len(logits)).unbind()
+        cpu_library().score_sharded(
+            ctypes.addressof(vocabulary.group.record),
+            address(logits, torch.float32),
+            *logits.shape,
+            vocabulary.count,
+            vocabulary.first,
+            address(targets, torch.int64),
+            temperature,
+            *(address(result, torch.float32) for result in (logps, entropies)),
+            torch.get_num_threads(),
+        )
+        vocabulary.group.check()
+        return logps, entropies
+    local = own_columns(logits, vocabulary).double() / temperature
+    largest = local.max(dim=-1).values
+    gaps = (local - largest[:, None]).nan_to_num(-1e4).clamp(min=-1e4)  # 0 · -inf is NaN
+    weights = gaps.exp()
+    at = targets - vocabulary.first
+    is_local = (at >= 0) & (at < vocabulary.count)
+    target = local.gather(1, (at * is_local)[:, None])[:, 0].masked_fill(~is_local, -torch.inf)
+    sums = torch.stack([largest, weights.sum(dim=-1), (weights * gaps).sum(dim=-1), target])
+    tops, masses, products, logits_of_targets = vocabulary.group.gather(sums).unbind(1)
+    top = tops.max(dim=0).values
+    gaps = (tops - top).clamp(min=-1e4)
+    total = (masses * gaps.exp()).sum(dim=0)
+    product = ((products + gaps * masses) * gaps.exp()).sum(dim=0)
+    logps = logits_of_targets.max(dim=0).values - top - total.log()
+    return logps.float(), (total.log() - product / total).float()

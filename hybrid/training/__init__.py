@@ -1,0 +1,1 @@
+"""The training engine: its modes and verbs, how it is built, and its memory plans."""

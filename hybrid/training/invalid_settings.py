@@ -1,0 +1,118 @@
+"""The training engine's table of invalid settings: they contradict each other, the model, the ranks or the device.
+
+Rows are checked in four places, as soon as what they need is known; each yields its rows in the order of the checks.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from hybrid.config import HybridEngineConfig, InvalidSetting, RolloutConfig, unsupported
+from hybrid.decoders.attention_choice import choose_attention
+from hybrid.generation.routing import routers_of
+from hybrid.models.model_info import ModelInfo
+from hybrid.models.modules import ignored_adapters
+from hybrid.runtime.parallel import world_size
+from hybrid.weights.slices import require_divisible
+
+# Methods of an `mpu` that return the size of a model or sequence parallel group.
+MODEL_PARALLEL_SIZES = (
+    "get_tensor_model_parallel_world_size",
+    "get_model_parallel_world_size",
+    "get_pipeline_model_parallel_world_size",
+    "get_sequence_parallel_world_size",
+)
+TP_SIZE, GRAPHS = "hybrid_engine.inference_tp_size", "hybrid_engine.enable_cuda_graph"
+
+
+def invalid_training(settings: dict[str, Any], mpu: Any, mesh_param: Any) -> Iterator[InvalidSetting]:
+    """Yield the rows of DeepSpeed's own settings: each rank of ZeRO must train the whole model on its own rows."""
+    sizes = {
+        "tensor_parallel.autotp_size": (settings.get("tensor_parallel") or {}).get("autotp_size"),
+        "sequence_parallel_size": settings.get("sequence_parallel_size"),
+        "mesh_param[1] (sequence parallel ranks)": mesh_param[1] if mesh_param else None,
+    }
+    sizes |= {f"mpu.{name}()": getattr(mpu, name)() for name in MODEL_PARALLEL_SIZES if hasattr(mpu, name)}
+    instead = (
+        "tensor, pipeline and sequence parallel training are not available with the hybrid engine. Use 1, with ZeRO to "
+        "partition the model and hybrid_engine.inference_tp_size to share it during generation; or "
+        "deepspeed.initialize without hybrid_engine"
+    )
+    for key, size in sizes.items():
+        yield unsupported(size is not None and size > 1, key, size, instead)
+
+
+def invalid_blocks(settings: HybridEngineConfig, rollout: RolloutConfig) -> Iterator[InvalidSetting]:
+    """Yield the rows of both blocks. Expects the process group."""
+    graphs, ranks, pins = settings.enable_cuda_graph is True, world_size(), settings.pin_parameters
+    size = 1 if settings.inference_tp_size == "auto" else settings.inference_tp_size
+    streamed = "weights that are gathered layer by layer (pin_parameters) have no graphs; use 'auto', or true for both"
+    yield InvalidSetting(graphs and pins is not True, GRAPHS, graphs, streamed)
+    yield InvalidSetting(ranks % size > 0, TP_SIZE, size, f"it must divide the world size, {ranks}")
+    streams = "pin_parameters=false keeps no copy for ranks to share; use inference_tp_size=1, or pin_parameters=true"
+    yield InvalidSetting(size > 1 and not pins, TP_SIZE, size, streams)
+    native = "rollout.containers=native has no graphs; use 'auto', or fused containers"
+    yield InvalidSetting(graphs and rollout.containers == "native", GRAPHS, graphs, native)
+
+
+def invalid_for_model(
+    info: ModelInfo, settings: HybridEngineConfig, rollout: RolloutConfig
+) -> Iterator[InvalidSetting]:
+    """Yield the rows of both blocks for a model, before DeepSpeed has changed it.
+
+    Raises ValueError if `inference_tp_size` does not divide the attention heads that the model's family or `tp_plan`
+    gives.
+    """
+    size, pins, kind = settings.inference_tp_size, settings.pin_parameters, type(info.base).__name__
+    ignored = ignored_adapters(info.model)
+    reads = (
+        f"{kind} reads the weights of these modules directly and ignores their adapters; use exclude_modules for them"
+    )
+    yield InvalidSetting(bool(ignored), "LoraConfig.target_modules", ignored[:3], reads)
+    if rollout.weight_dtype == "int8":
+        key, value, model = "rollout.weight_dtype", "int8", "or weight_dtype=model"
+        whole = f"with {key}=int8 every rank holds a whole int8 copy; use 1, {model}"
+        yield InvalidSetting(size != 1, TP_SIZE, size, whole)
+        kept = f"with {key}=int8 the int8 copy is kept, and all else is gathered layer by layer; use true, {model}"
+        yield InvalidSetting(pins is not True, "hybrid_engine.pin_parameters", pins, kept)
+        merged = f"with {key}=int8 adapters are merged before weights are quantized; use merged, {model}"
+        yield InvalidSetting(rollout.lora == "unmerged", "rollout.lora", rollout.lora, merged)
+        yield from without_decoder(info, rollout, key, value, "read int8 weights", "use model")
+        experts = f"{kind} is a mixture of experts, whose matrices are not quantized in training; use model"
+        yield InvalidSetting(info.layout is not None and info.layout.spec.num_experts > 0, key, value, experts)
+        recurrent = f"{kind} has recurrent layers, which are not tried over int8 weights; use model"
+        yield InvalidSetting(info.is_recurrent, key, value, recurrent)
+    if rollout.return_router_indices:
+        none = f"{kind} has no routers of experts that transformers declares; use false"
+        yield InvalidSetting(not routers_of(info.model), "rollout.return_router_indices", True, none)
+    if rollout.speculation is not None:
+        yield from without_decoder(info, rollout, "rollout.speculation", None, "verify drafts", "leave it out")
+        recurrent = f"{kind} has recurrent layers, whose states do not go back to before a draft; leave it out"
+        yield InvalidSetting(info.is_recurrent, "rollout.speculation", None, recurrent)
+    if isinstance(size, int) and size > 1:
+        if info.sliced_layout is not None:
+            require_divisible(size, info.sliced_layout.spec.num_heads, *info.sliced_layout.spec.kv_head_counts)
+        for attention in () if info.tp_plan is None else info.tp_plan.attentions:
+            require_divisible(size, attention.heads, attention.kv_heads)
+
+
+def invalid_attention(info: ModelInfo, rollout: RolloutConfig) -> Iterator[InvalidSetting]:
+    """Yield the rows of `rollout.attention_backend` for a model, in its dtype and on its device."""
+    if rollout.attention_backend != "flashinfer":
+        return
+    key, value = "rollout.attention_backend", "flashinfer"
+    remedy = "use triton, or auto, which takes FlashInfer where it can"
+    yield from without_decoder(info, rollout, key, value, "use it", remedy)
+    assert info.layout is not None, "invalid without a decoder"
+    weight = next(info.model.parameters())
+    reason = choose_attention(value, info.layout.spec, weight.dtype, weight.device).reason
+    yield InvalidSetting(reason != "", key, value, f"{reason}; {remedy}")
+
+
+def without_decoder(
+    info: ModelInfo, rollout: RolloutConfig, key: str, value: Any, use: str, remedy: str
+) -> Iterator[InvalidSetting]:
+    """Yield the rows of a setting that needs the fused decoder.  use: what only fused decoders do."""
+    yield InvalidSetting(rollout.containers == "native", key, value, f"it needs rollout.containers=fused; {remedy}")
+    is_missing = info.layout is None  # reading the layout records the reason
+    none = f"only fused decoders {use}, and {type(info.base).__name__} has none ({info.reasons.get('layout')})"
+    yield InvalidSetting(is_missing, key, value, f"{none}; {remedy}")

@@ -1,1 +1,0 @@
-"""The engine in Ray actors and with threads."""

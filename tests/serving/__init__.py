@@ -1,0 +1,1 @@
+"""Serving: requests one by one."""

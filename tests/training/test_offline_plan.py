@@ -1,0 +1,77 @@
+"""Plans from a configuration alone are those of the engine that trains such a model."""
+
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hybrid
+from hybrid.training.offline_plan import Training, optimizer_bytes
+from tests.tiny_models import tiny_model, with_peft
+
+PLANNING = """
+import pickle, sys
+import torch
+from hybrid.config import HybridEngineConfig, RolloutConfig
+from hybrid.training.offline_plan import Training, offline_plan
+config, training, settings = pickle.load(sys.stdin.buffer)
+plan = offline_plan(config, training, HybridEngineConfig(**settings), RolloutConfig(), 3, 24)
+sys.stdout.buffer.write(b"plan:" + pickle.dumps((plan.plan.needs, plan.fallback_reason)))
+"""
+
+
+def offline(config, training: Training, settings: dict):
+    """Needs by mode, and the fallback reason, of an offline plan, made in a process that has no process group."""
+    done = subprocess.run(
+        [sys.executable, "-c", PLANNING],
+        input=pickle.dumps((config, training, settings)),
+        capture_output=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return pickle.loads(done.stdout.split(b"plan:", 1)[1])
+
+
+def check_equal(family: str, lora_rank: int, stage: int) -> None:
+    model = tiny_model(family)
+    config = model.config
+    if lora_rank:
+        model = with_peft(model, r=lora_rank)
+    engine, *_ = hybrid.initialize(
+        model=model,
+        model_parameters=[param for param in model.parameters() if param.requires_grad],
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "hybrid_engine": {"enabled": True, "max_out_tokens": 24},
+        },
+    )
+    expected = engine.memory_plan(3, 16, 8).needs
+    if dist.get_rank() == 0:
+        training = Training(dist.get_world_size(), stage, lora_rank, torch.float32, "cpu")
+        needs, reason = offline(config, training, {"enabled": True, "max_out_tokens": 24})
+        assert needs == expected, (needs, expected)
+        assert reason == ""
+    dist.barrier()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(("family", "lora_rank"), [("llama", 0), ("llama", 4), ("gemma3_text", 0), ("mixtral", 0)])
+def test_the_plan_is_the_engines(ranks, family, lora_rank, stage):
+    ranks.run(check_equal, family, lora_rank, stage)
+
+
+def test_the_optimizer_takes_what_the_zero_paper_says():
+    """ZeRO's table 1: 7.5 B parameters on 64 ranks take 120 GB without it, and 31.4, 16.6 and 1.9 GB at its stages,
+    weights included (2 bytes each, partitioned at stage 3)."""
+    numel, weights = 7.5e9, 2
+    held = []
+    for stage in range(4):
+        at_rest = weights * numel / (64 if stage == 3 else 1)
+        held.append((at_rest + optimizer_bytes(Training(64, stage, 0, torch.bfloat16), int(numel))) / 1e9)
+    assert held == pytest.approx([120, 31.4, 16.6, 1.9], abs=0.05)

@@ -1,0 +1,260 @@
+"""Engines of models with recurrent layers: rollouts and scores run fused, and what does not says why."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hybrid
+from hybrid import EnvironmentLimits, Observation, SamplingParams, StopAfter
+from tests.engines import engine_of, require_matches_hugging_face, require_same_rollouts, settings, train_step
+from tests.marks import slow_but
+from tests.tiny_models import ADAPTERS, VOCABULARY, prompts, tiny_model, twin
+
+FAMILY, MAMBA, SHORT = "qwen3_5_text", "nemotron_h", "lfm2"
+ALONE = "mamba2"  # no keys and values
+ENDS = tuple(range(2, VOCABULARY, 12))
+SAMPLING = SamplingParams(max_new_tokens=40, temperature=0.9, seed=7, stop_token_ids=ENDS)
+FIELDS = ("completion_ids", "completion_mask", "sampling_per_token_logps", "raw_per_token_logps")
+SLOT_BYTES = {  # float32, of 3, 2, 3 and 3 layers; with vectors of 16
+    FAMILY: 3 * 4 * (4 * 8 * 16 + 3 * (2 * 2 * 8 + 4 * 6)),
+    MAMBA: 2 * 4 * (6 * 10 * 16 + 3 * (6 * 6 + 2 * 2 * 10)),
+    SHORT: 3 * 4 * 2 * 32,
+    ALONE: 3 * 4 * (8 * 10 * 16 + 3 * (8 * 8 + 2 * 2 * 10)),
+}
+
+
+def engine(adapter: str = "none", family: str = FAMILY, **blocks: Any) -> hybrid.HybridEngine:
+    return engine_of(ADAPTERS[adapter](tiny_model(family)), settings(3, **blocks))
+
+
+def require_fused(engine: hybrid.HybridEngine) -> None:
+    rows = engine.coverage()
+    assert {row["container"] for row in rows} == {"fused"}
+    assert all("without a prefix cache" in row["why"] for row in rows), rows
+
+
+def require_equal(actual: hybrid.RolloutBatch, expected: hybrid.RolloutBatch) -> None:
+    for name in FIELDS:
+        assert torch.equal(getattr(actual, name), getattr(expected, name)), name
+
+
+def completions(batch: hybrid.RolloutBatch) -> list[torch.Tensor]:
+    """Each row's tokens, without padding."""
+    return [ids[mask.bool()] for ids, mask in zip(batch.completion_ids, batch.completion_mask, strict=True)]
+
+
+def check_tokens(adapter: str, blocks: dict, family: str = FAMILY) -> None:
+    model = ADAPTERS[adapter](tiny_model(family))
+    reference = twin(model)
+    engine = engine_of(model, settings(3, **blocks))
+    require_matches_hugging_face(engine, reference, tolerance=1e-3)
+    require_fused(engine)
+
+
+MODES = {
+    "whole": ("none", {}),
+    "merged": ("peft", {}),
+    "unmerged": ("chat", {"rollout": {"lora": "unmerged"}}),
+    "streamed": ("none", {"hybrid_engine": {"enabled": True, "pin_parameters": False}}),
+}
+
+
+@pytest.mark.parametrize("mode", slow_but(["merged", "unmerged"], MODES))
+def test_tokens_match_hugging_face(ranks, mode):
+    ranks.run(check_tokens, *MODES[mode])
+
+
+OTHERS = ["qwen3_next", "qwen3_5_moe_text", MAMBA, "bamba", "granitemoehybrid", SHORT, "lfm2_moe", ALONE]
+OTHERS += ["olmo_hybrid", "kimi_linear", "falcon_h1", "lfm3"]
+
+
+@pytest.mark.parametrize(
+    "family", slow_but(["qwen3_next", MAMBA, "lfm2_moe", ALONE, "kimi_linear", "falcon_h1"], OTHERS)
+)
+def test_other_families_match_hugging_face(ranks, family):
+    ranks.run(check_tokens, "peft", {}, family)
+
+
+@pytest.mark.parametrize("mode", slow_but(["unmerged"], ["whole", "unmerged", "streamed"]))
+@pytest.mark.parametrize("family", [MAMBA, SHORT])
+def test_every_mode_matches_hugging_face(ranks, family, mode):
+    ranks.run(check_tokens, *MODES[mode], family)
+
+
+def check_forwards() -> None:
+    """Forwards in eval mode run fused, padded on either side."""
+    model = tiny_model(FAMILY)
+    reference, ids = twin(model), torch.randint(3, VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :4], mask[1, 15:] = 0, 0
+    fused = engine_of(model, settings(3))
+    fused.eval()
+    logits = fused(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    assert fused.stats()["fallback_reason"] == ""
+    with torch.no_grad():
+        for row, kept, actual in zip(ids, mask.bool(), logits, strict=True):
+            expected = reference(row[kept][None]).logits[0]
+            torch.testing.assert_close(actual[kept], expected, atol=1e-3, rtol=1e-4)
+
+
+def test_forwards_match_hugging_face(ranks):
+    ranks.run(check_forwards)
+
+
+def check_streams(family: str) -> None:
+    """Also that a step of ZeRO-3 is seen, in a snapshot and in a stream."""
+    streamed = engine("peft", family, hybrid_engine={"enabled": True, "pin_parameters": False})
+    require_same_rollouts(engine("peft", family), streamed, 37, True, tolerance=0)
+
+
+@pytest.mark.parametrize("family", slow_but([MAMBA], [FAMILY, MAMBA, SHORT, ALONE]))
+def test_streamed_rollouts_are_bit_identical(ranks, family):
+    ranks.run(check_streams, family)
+
+
+def check_rows(family: str) -> None:
+    """A row's bits do not depend on other rows: few or many at once, rows that leave and join, prompts that
+    are prefilled once for a group or again, a limit of memory. Scores give a rollout's logprobs again."""
+    rank = dist.get_rank()
+    ids, mask = prompts(4, 33 + 3 * rank, padded=True, seed=rank)
+    whole = engine(family=family)
+    expected = whole.rollout(ids, mask, SAMPLING, num_generations=3)
+    assert whole.stats()["prefilled_tokens"] == int(mask.sum())
+    lengths = expected.completion_mask.sum(dim=1)
+    assert len(lengths.unique()) > 3, "all rows end together: the test is vacuous"
+    scores = whole.score(expected.sequences, expected.attention_mask, temperature=0.9)
+    width = expected.completion_ids.shape[1]
+    scored = scores.per_token_logps[:, -width:] * expected.completion_mask
+    assert torch.equal(scored, expected.old_per_token_logps)
+    few = engine(family=family, rollout={"max_num_seqs": 2, "prefix_cache_bytes": 2**30})
+    require_equal(few.rollout(ids, mask, SAMPLING, num_generations=3), expected)
+    assert few.stats()["kv_bytes"] < 2**20, "memory for prefixes that are not cached"
+    limit = 6 * SLOT_BYTES[family] + 20 * 2**10
+    room = engine(family=family, rollout={"kv_cache_bytes": limit})
+    require_equal(room.rollout(ids, mask, SAMPLING, num_generations=3), expected)
+    assert room.stats()["kv_bytes"] <= limit
+    again = room.score(expected.sequences, expected.attention_mask, temperature=0.9)
+    assert torch.equal(again.per_token_logps, scores.per_token_logps)
+    one = whole.rollout(ids[1:2], mask[1:2], replace(SAMPLING, temperature=0), num_generations=1)
+    every = whole.rollout(ids, mask, replace(SAMPLING, temperature=0), num_generations=1)
+    kept = one.completion_mask[0].bool()
+    assert torch.equal(one.completion_ids[0][kept], every.completion_ids[1][: len(kept)][kept])
+    rows = {}
+    for batch in whole.rollout_iter(ids, mask, SAMPLING, num_generations=3):
+        rows |= {row: batch.completion_ids[at] for at, row in enumerate(batch.row_index.tolist())}
+    for row, tokens in enumerate(expected.completion_ids):
+        length = int(lengths[row])
+        assert torch.equal(rows[row][:length], tokens[:length])
+
+
+@pytest.mark.parametrize("family", [FAMILY, MAMBA, SHORT, ALONE])
+def test_rows_do_not_depend_on_each_other(ranks, family):
+    ranks.run(check_rows, family)
+
+
+def check_parts() -> None:
+    """Rows that stop and go on later, and generate() with a processor, which decodes all rows in lockstep."""
+    engine_, rank = engine(), dist.get_rank()
+    ids, mask = prompts(3, 5 + 3 * rank, padded=True, seed=rank)
+    whole = engine_.rollout(ids, mask, SAMPLING, num_generations=3)
+    first = engine_.rollout(ids, mask, SAMPLING, num_generations=3, stop_after=StopAfter(rows=3))
+    rest = engine_.rollout(None, None, SAMPLING, resume=first.unfinished)
+    tokens = dict(zip(first.row_index.tolist(), completions(first), strict=True))
+    tokens |= dict(zip(first.unfinished.row_index.tolist(), completions(rest), strict=True))
+    assert all(torch.equal(tokens[row], expected) for row, expected in enumerate(completions(whole)))
+    request = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    seen = []
+
+    def see(ids, scores):
+        seen.append(len(ids))
+        return scores
+
+    plain = engine_.generate(ids, **request)
+    assert torch.equal(engine_.generate(ids, **request, logits_processor=[see]), plain) and len(seen) > 3
+
+
+def test_rows_go_on_later_and_in_lockstep(ranks):
+    ranks.run(check_parts)
+
+
+class Turns:
+    """Answers each turn with three tokens; a row ends after three turns."""
+
+    def __init__(self) -> None:
+        self.turns: dict[int, list[list[int]]] = {}
+
+    def reset(self, row: int, prompt_ids: torch.Tensor) -> None:
+        return None
+
+    def step(self, row: int, completion_ids: torch.Tensor) -> Observation:
+        turns = self.turns.setdefault(row, [])
+        turns.append(completion_ids.tolist())
+        return Observation([10 + row, 20 + len(turns), 30], reward=1.0, done=len(turns) == 3)
+
+
+def check_environment(family: str) -> None:
+    """A turn is the rollout of everything before it, and scores give a row's logprobs again."""
+    ids, mask = prompts(3, 9, padded=True, seed=dist.get_rank())
+    environment, engine_ = Turns(), engine(family=family, rollout={"max_num_seqs": 2})
+    sampling = replace(SAMPLING, max_new_tokens=60, stop_token_ids=tuple(range(2, VOCABULARY, 4)))
+    batch = engine_.rollout(ids, mask, sampling, environment=environment, environment_limits=EnvironmentLimits(4))
+    assert max(map(len, environment.turns.values())) == 3
+    scores = engine_.score(batch.sequences, batch.attention_mask, temperature=0.9)
+    width, sampled = batch.completion_ids.shape[1], batch.old_per_token_logps != 0
+    assert sampled.sum() == sum(len(turn) for turns in environment.turns.values() for turn in turns)
+    assert torch.equal(scores.per_token_logps[:, -width:][sampled], batch.old_per_token_logps[sampled])
+
+
+@pytest.mark.parametrize("family", slow_but([FAMILY], [FAMILY, MAMBA, SHORT, ALONE]))
+def test_environments_take_turns(ranks, family):
+    ranks.run(check_environment, family)
+
+
+def check_refusals(family: str) -> None:
+    for rollout, message in (
+        (
+            {"speculation": {}},
+            "rollout.speculation: .* recurrent layers, whose states do not go back",
+        ),
+        (
+            {"weight_dtype": "int8"},
+            "rollout.weight_dtype: 'int8' given; .*(is a mixture of experts|are not tried over int8 weights)",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine(family=family, rollout=rollout)
+    model = tiny_model(family)
+    reference = twin(model)
+    sliced = engine_of(model, settings(3, hybrid_engine={"enabled": True, "inference_tp_size": 2}))
+    ids, mask = prompts(2, 7, padded=True)
+    request = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(sliced.generate(ids, **request), reference.generate(ids, **request))
+    mixers = {FAMILY: "gated delta nets", SHORT: "short convolutions"}.get(family, "Mamba 2 mixers")
+    assert any(f"its {mixers} are not sliced over ranks" in row["why"] for row in sliced.coverage())
+
+
+@pytest.mark.parametrize("family", slow_but([MAMBA, SHORT, ALONE], [FAMILY, MAMBA, SHORT, ALONE]))
+def test_what_does_not_run_fused_says_why(ranks, family):
+    ranks.run(check_refusals, family)
+
+
+def check_training_forwards(family: str) -> None:
+    """Packed rows would share states: `logps` runs the model's own forward, and says so."""
+    engine_ = engine(family=family)
+    ids, mask = prompts(2, 7, padded=True, seed=dist.get_rank())
+    batch = engine_.rollout(ids, mask, SAMPLING)
+    with pytest.warns(UserWarning, match="'packed' runs as 'model'"):
+        packed = engine_.logps(batch, temperature=0.9)
+    model = engine_.logps(batch, temperature=0.9, forward="model")
+    assert torch.equal(packed.per_token_logps, model.per_token_logps)
+    with pytest.raises(NotImplementedError, match="forward='exact' is not available"):
+        engine_.logps(batch, temperature=0.9, forward="exact")
+    train_step(engine_)
+
+
+@pytest.mark.parametrize("family", [FAMILY, MAMBA, SHORT, ALONE])
+def test_logprobs_with_gradients_run_the_models_own_forward(ranks, family):
+    ranks.run(check_training_forwards, family)
