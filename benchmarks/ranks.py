@@ -11,6 +11,8 @@ import torch.distributed as dist
 import transformers
 from deepspeed.accelerator import get_accelerator
 
+import hybrid
+
 
 def start_ranks() -> None:
     """Join the ranks of a launcher, without the libraries' warnings; without a launcher this process is the only
@@ -18,7 +20,8 @@ def start_ranks() -> None:
     quiet()
     if "RANK" not in os.environ:
         single_rank_environment()
-    deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
+    backend = get_accelerator().communication_backend_name()
+    hybrid.init_distributed(dist_backend=backend, verbose=False, remove_locks=True)
 
 
 def quiet() -> None:

@@ -11,6 +11,7 @@ from hybrid.generation.scoring import Distributions, Scores, padded_forward
 from hybrid.inference.auto_tp import LayerPolicy
 from hybrid.inference.engine import InferenceEngine, init_inference
 from hybrid.rollout import EnvironmentLimits, Observation, RolloutBatch, SamplingParams, StopAfter, UnfinishedRows
+from hybrid.runtime.extension_lock import init_distributed
 from hybrid.runtime.redaction import redacted
 from hybrid.sampling.numerics import sampling_metrics
 from hybrid.sampling.sampler import selective_log_softmax
@@ -50,6 +51,7 @@ __all__ = [
     "UnfinishedRows",
     "build_rollout",
     "cut_after_turn_end",
+    "init_distributed",
     "init_inference",
     "initialize",
     "install",

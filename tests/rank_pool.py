@@ -21,14 +21,12 @@ from typing import Any
 
 import psutil
 import pytest
-from torch.utils.cpp_extension import get_default_build_root
 
-from hybrid.runtime.extension_lock import is_abandoned
+from hybrid.runtime.extension_lock import remove_abandoned_locks
 
 COLLECTIVE_TIMEOUT_S = 120
 START_TIMEOUT_S = 480  # the first start on a machine compiles an operator of DeepSpeed's
 FORKED_FROM = "tests.rank_imports"  # what ranks import, imported once: a start then takes 0.1 s, not 6
-RELEASE_S = 0.5  # between closing a lock file and removing it
 DEATH_GRACE_S = 0.5  # for a dead process to be noticed after another rank has raised
 TAIL_CHARS = 4000
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -231,16 +229,6 @@ class RankPool:
         """Kill the ranks and remove their output."""
         self.kill()
         self.outputs.cleanup()
-
-
-def remove_abandoned_locks() -> None:
-    """Remove locks in torch's extension directory whose owners were killed: ranks would wait for them forever."""
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    abandoned = [lock for lock in root.glob("**/lock") if is_abandoned(str(lock))]
-    if abandoned:
-        time.sleep(RELEASE_S)
-    for lock in abandoned:
-        lock.unlink(missing_ok=True)
 
 
 def run_script(

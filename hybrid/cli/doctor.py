@@ -19,11 +19,10 @@ import torch
 import torch.distributed as dist
 from packaging.requirements import Requirement
 from packaging.version import Version
-from torch.utils import cpp_extension
 
 from hybrid.kernels import has_triton
 from hybrid.kernels.cpu_library import FLAGS, built, compiler_command, opened
-from hybrid.runtime.extension_lock import age_of, is_abandoned
+from hybrid.runtime.extension_lock import abandoned_locks, age_of
 from hybrid.runtime.redaction import redacted
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
@@ -75,7 +74,7 @@ class Finding:
 
 def findings() -> Iterator[Finding]:
     """Yield the findings of every check, in the order of the page."""
-    for check in (versions, devices, gpu_kernels, cpu_kernels, collectives, abandoned_locks, environment):
+    for check in (versions, devices, gpu_kernels, cpu_kernels, collectives, build_locks, environment):
         yield from check()
 
 
@@ -251,15 +250,14 @@ def sum_of_two(backend: str, prefix: str = "") -> Finding:
     return Finding(backend, OK, f"{prefix}two processes sum")
 
 
-def abandoned_locks() -> Iterator[Finding]:
-    """Lock files in torch's extension directory that no process holds: whoever needs the extension waits for ever."""
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
-    left = [path for path in sorted(root.rglob("lock")) if is_abandoned(str(path))]
+def build_locks() -> Iterator[Finding]:
+    """Yield lock files in torch's extension directory that no process holds: who needs the extension waits forever."""
+    left = abandoned_locks()
     for path in left:
         detail = f"left by a killed build, {age_of(str(path))}"
         yield Finding("lock", PROBLEM, detail, f"rm {shlex.quote(str(path))}")
     if not left:
-        yield Finding("locks of builds", OK, f"none in {root}")
+        yield Finding("locks of builds", OK, "none is abandoned")
 
 
 def environment() -> Iterator[Finding]:

@@ -2,7 +2,7 @@
 enables `hybrid_engine`, and `deepspeed.init_inference` builds an InferenceEngine.
 
 accelerate, the transformers Trainer and TRL look these functions up in DeepSpeed's module at call time, so they build
-our engines too.
+our engines too. `deepspeed.init_distributed` warns while it waits for a lock of another process's build.
 """
 
 import functools
@@ -20,6 +20,7 @@ from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from hybrid.compat.trl_forward import METHOD, logps_by, trainer_classes
 from hybrid.config import HybridEngineConfig, read_block
 from hybrid.inference.engine import init_inference
+from hybrid.runtime.extension_lock import extension_lock_reported
 from hybrid.training.initialize import initialize
 from hybrid.training.logps import FORWARDS
 
@@ -109,9 +110,17 @@ def build_inference_engine(original: Callable, *args: Any, **kwargs: Any) -> Any
     return init_inference(*args, **kwargs)
 
 
+def report_long_waits(original: Callable, *args: Any, **kwargs: Any) -> None:
+    """`deepspeed.init_distributed` that warns if it waits for another process to build an operator."""
+    with extension_lock_reported():
+        original(*args, **kwargs)
+
+
 # Of trainers' methods, by class; made when `training_forward` is first given.
 TRAINERS: dict[type, Patch] = {}
 TRAINING, INFERENCE = Patch("initialize", build_engine), Patch("init_inference", build_inference_engine)
+# Of the process group's start, which accelerate and scripts call before `initialize`.
+STARTS = [Patch("init_distributed", report_long_waits, owner=owner) for owner in (deepspeed, deepspeed.comm)]
 LOCK = threading.RLock()
 
 
@@ -149,8 +158,8 @@ def install(inference: bool = True, training_forward: str | None = None) -> None
     """
     with LOCK:
         trainers = trainer_patches(training_forward)
-        wanted = [TRAINING, *([INFERENCE] if inference else []), *trainers]
-        for patch in (TRAINING, INFERENCE, *TRAINERS.values()):
+        wanted = [TRAINING, *STARTS, *([INFERENCE] if inference else []), *trainers]
+        for patch in (TRAINING, *STARTS, INFERENCE, *TRAINERS.values()):
             patch.lasting = patch in wanted
             patch.apply() if patch.lasting else patch.revert()
 
@@ -162,7 +171,7 @@ def uninstall() -> None:
     If another library's patch wraps ours, both stay, with a warning; the call then reaches DeepSpeed's own function.
     """
     with LOCK:
-        for patch in (TRAINING, INFERENCE, *TRAINERS.values()):
+        for patch in (TRAINING, *STARTS, INFERENCE, *TRAINERS.values()):
             patch.lasting = False
             patch.revert()
 
@@ -177,7 +186,7 @@ def installed(inference: bool = True, training_forward: str | None = None) -> It
     """
     with LOCK:
         outer = [(patch, patch.build) for patch in TRAINERS.values()]
-        patches = [TRAINING, *([INFERENCE] if inference else []), *trainer_patches(training_forward)]
+        patches = [TRAINING, *STARTS, *([INFERENCE] if inference else []), *trainer_patches(training_forward)]
         for patch in patches:
             patch.blocks += 1
             patch.apply()

@@ -13,6 +13,7 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from deepspeed.utils import log_dist
 
 from hybrid.config import HybridEngineConfig, check_settings, load_config, read_blocks
@@ -20,11 +21,14 @@ from hybrid.kernels import has_fast_bfloat16
 from hybrid.runtime.extension_lock import extension_lock_reported
 from hybrid.runtime.parallel import rank
 from hybrid.training.engine import HybridEngine
-from hybrid.training.invalid_settings import invalid_blocks, invalid_training
+from hybrid.training.invalid_settings import invalid_blocks, invalid_dtypes, invalid_training, is_cast
 from hybrid.weights.offload import require_movable
 
 # Environment variables that torchrun, deepspeed, accelerate, MPI and Slurm set for a rank.
 RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+
+# Dtypes that DeepSpeed's `zero.Init` takes (0.19.8).
+INIT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @extension_lock_reported()
@@ -98,10 +102,12 @@ def initialize(
         deepspeed_config = DeepSpeedConfig(settings, mpu, mesh_device=mesh)
         blocks = (pinned_below_zero3(blocks[0], deepspeed_config.zero_config.stage), blocks[1])
         check_settings(invalid_blocks(*blocks))
+        check_settings(invalid_dtypes(model, deepspeed_config))
         blocks = (without_graphs_on_cpu(blocks[0]), blocks[1])
         if blocks[1].offload_states:
             require_movable(deepspeed_config)
         deepspeed.set_optimizer_flags(deepspeed_config, model)
+        partition_other_dtypes(model, settings, deepspeed_config, mpu)
         arguments |= {"config": settings, "config_class": deepspeed_config, "mesh_device": mesh}
         engine = HybridEngine(**arguments, blocks=blocks)
     finally:
@@ -134,6 +140,19 @@ def init_single_process_group() -> None:
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it
     backend = get_accelerator().communication_backend_name()
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def partition_other_dtypes(model: torch.nn.Module, settings: dict[str, Any], config: DeepSpeedConfig, mpu: Any) -> None:
+    """Partition a model under ZeRO-3 here if its first parameter has a dtype such as float64.
+
+    DeepSpeed (0.19.8) would pass that dtype to `zero.Init`, which refuses it, but only where the accelerator supports
+    float16. `zero.Init` with a configuration and no dtype partitions every parameter in the dtype that it has.
+    """
+    first = next(model.parameters(), None)
+    if config.zero_config.stage != 3 or is_cast(config) or first is None or first.dtype in INIT_DTYPES:
+        return
+    if not any(is_zero_param(parameter) for parameter in model.parameters()):
+        deepspeed.zero.Init(module=model, config_dict_or_path=settings, mpu=mpu)
 
 
 def make_mesh(settings: dict[str, Any], mesh_param: Any) -> Any:

@@ -1,10 +1,14 @@
 """The training engine's table of invalid settings: they contradict each other, the model, the ranks or the device.
 
-Rows are checked in four places, as soon as what they need is known; each yields its rows in the order of the checks.
+Rows are checked in five places, as soon as what they need is known; each yields its rows in the order of the checks.
 """
 
 from collections.abc import Iterator
 from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config import DeepSpeedConfig
 
 from hybrid.config import HybridEngineConfig, InvalidSetting, RolloutConfig, unsupported
 from hybrid.decoders.attention_choice import choose_attention
@@ -52,6 +56,25 @@ def invalid_blocks(settings: HybridEngineConfig, rollout: RolloutConfig) -> Iter
     yield InvalidSetting(size > 1 and not pins, TP_SIZE, size, streams)
     native = "rollout.containers=native has no graphs; use 'auto', or fused containers"
     yield InvalidSetting(graphs and rollout.containers == "native", GRAPHS, graphs, native)
+
+
+def invalid_dtypes(model: torch.nn.Module, config: DeepSpeedConfig) -> Iterator[InvalidSetting]:
+    """Yield the row of gradients that DeepSpeed (0.19.8) sums without ZeRO in the accelerator's dtypes alone. It raises
+    at the first backward, at one rank too."""
+    allowed = get_accelerator().supported_dtypes()
+    trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    other = ", ".join(sorted(str(dtype) for dtype in trained.difference(allowed)))
+    reason = (
+        f"without ZeRO, DeepSpeed sums gradients in {', '.join(map(str, allowed))} alone, and parameters that train "
+        f"are in {other}; use stage 1, 2 or 3, or cast the model"
+    )
+    is_whole = config.zero_config.stage == 0 and not is_cast(config)
+    yield InvalidSetting(is_whole and bool(other), "zero_optimization.stage", 0, reason)
+
+
+def is_cast(config: DeepSpeedConfig) -> bool:
+    """Whether DeepSpeed casts the model."""
+    return config.float16_config.enabled or config.bfloat16_config.enabled
 
 
 def invalid_for_model(

@@ -15,6 +15,8 @@ import torch.distributed as dist
 import transformers
 from deepspeed.accelerator import get_accelerator
 
+import hybrid
+
 
 def start_ranks() -> None:
     """Initialize torch.distributed from the launcher's environment, with little output. A process without a launcher
@@ -37,7 +39,8 @@ def start_ranks() -> None:
             "MASTER_PORT": str(port),
         }
         os.environ.update(environment)
-    deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name(), verbose=False)
+    backend = get_accelerator().communication_backend_name()
+    hybrid.init_distributed(dist_backend=backend, verbose=False, remove_locks=True)
 
 
 def barrier() -> None:

@@ -112,7 +112,7 @@ def test_a_lock_that_a_killed_build_left(machine, tmp_path):
         stdout=subprocess.PIPE,
     ) as holder:
         holder.stdout.readline()
-        assert [finding.status for finding in doctor.abandoned_locks()] == [doctor.OK], "a build that runs"
+        assert [finding.status for finding in doctor.build_locks()] == [doctor.OK], "a build that runs"
         holder.communicate(b"\n")
 
 

@@ -2,10 +2,13 @@
 warned of once, with the remedy, and is in `stats()` and `coverage()`."""
 
 import warnings
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero import GatheredParameters
 
 import hybrid
 from tests.engines import engine_of, settings, train_step
@@ -151,10 +154,11 @@ def test_native_containers_by_setting_do_not_warn(ranks):
     ranks.run(check_native_by_setting)
 
 
-def check_float64() -> None:
+def check_float64(stage: int, fp16: bool) -> None:
     model = tiny_model("llama", dtype=torch.float64)
     reference = twin(model).eval()
-    engine = engine_of(model, settings(3, rollout=FUSED))
+    with patch.object(get_accelerator(), "is_fp16_supported", lambda: fp16):
+        engine = engine_of(model, settings(stage, rollout=FUSED))
     messages = fallback_warnings(lambda: require_rollouts_of(engine, reference))
     assert len(messages) == (dist.get_rank() == 0) and all(
         "weights are torch.float64" in message for message in messages
@@ -162,7 +166,36 @@ def check_float64() -> None:
     assert "(cast the model" in engine.stats()["fallback_reason"]
     assert containers(engine) == {"native"}
     train_step(engine)
+    trained = list(engine.module.parameters())
+    with torch.no_grad(), GatheredParameters(trained, enabled=stage == 3):
+        assert all(parameter.dtype == torch.float64 for parameter in trained)
+        assert not any(map(torch.equal, trained, reference.parameters()))
+        for copy, parameter in zip(reference.parameters(), trained, strict=True):
+            copy.copy_(parameter)
+    require_rollouts_of(engine, reference)
 
 
-def test_float64_runs_natively(ranks):
-    ranks.run(check_float64)
+@pytest.mark.parametrize("fp16", [False, True], ids=["no fp16", "fp16"])
+@pytest.mark.parametrize("stage", slow_but([3], [1, 2, 3]))
+def test_float64_runs_natively(ranks, stage, fp16):
+    """Also where the accelerator supports float16, as GPUs and CPUs with its instructions do: there DeepSpeed's
+    ZeRO-3 refuses a model in float64."""
+    ranks.run(check_float64, stage, fp16)
+
+
+def check_unsummed(fp16: bool) -> None:
+    sentence = r"^zero_optimization\.stage: 0 given; .* in torch\.float64; use stage 1, 2 or 3, or cast the model$"
+    with patch.object(get_accelerator(), "is_fp16_supported", lambda: fp16):
+        with pytest.raises(ValueError, match=sentence):
+            engine_of(tiny_model("llama", dtype=torch.float64), settings(0))
+        frozen = tiny_model("llama")
+        frozen.scale = torch.nn.Parameter(torch.ones(2, dtype=torch.float64), requires_grad=False)
+        train_step(engine_of(frozen, settings(0)))
+        half = {"fp16": {"enabled": fp16}} if fp16 else {"bf16": {"enabled": True}}
+        train_step(engine_of(tiny_model("llama", dtype=torch.float64), settings(0, **half)))
+
+
+@pytest.mark.parametrize("fp16", [False, True], ids=["no fp16", "fp16"])
+def test_float64_that_deepspeed_cannot_sum_is_refused(ranks, fp16):
+    """Without ZeRO, before anything is built; frozen parameters, and a model that DeepSpeed casts, are not."""
+    ranks.run(check_unsummed, fp16)

@@ -1,13 +1,18 @@
 """A lock left by a killed build in torch's extension directory is named in a warning; after its removal the wait
 ends."""
 
+import itertools
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.utils import logger
@@ -18,7 +23,8 @@ from torch.utils.file_baton import FileBaton
 import hybrid
 from hybrid.runtime.extension_lock import REPORT_AFTER_S, extension_lock_reported, is_abandoned
 from tests.engines import settings
-from tests.rank_pool import RankPool
+from tests.marks import slow_but
+from tests.rank_pool import RankPool, free_port
 from tests.tiny_models import tiny_model
 
 
@@ -139,15 +145,89 @@ def test_a_held_lock_is_not_called_abandoned(tmp_path):
     assert "another process builds this extension" in messages.texts[0]
 
 
-def test_ranks_start_despite_an_abandoned_lock(tmp_path, monkeypatch):
+def locked_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_built: bool = True) -> Path:
+    """The lock of a killed build in an extension directory of this test's own, with the operator that DeepSpeed's
+    start needs, or without."""
+    built = Path(_get_build_directory("deepspeed_shm_comm", verbose=False))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    extension = tmp_path / built.name
+    if is_built:
+        shutil.copytree(built, extension, ignore=shutil.ignore_patterns("lock"))
+    extension.mkdir(exist_ok=True)
+    (extension / "lock").touch()
+    return extension / "lock"
+
+
+def test_ranks_start_despite_an_abandoned_lock(ranks, tmp_path, monkeypatch):
     """A test killed while its ranks start leaves a lock, for which every later start on this machine would wait
     forever."""
-    folder = Path(_get_build_directory("deepspeed_shm_comm", verbose=False))
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    extension = shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("lock"))
-    (extension / "lock").touch()
+    ranks.run(os.getpid)  # has built the operator
+    locked_extension(tmp_path, monkeypatch)
     pool = RankPool(1, timeout_s=60)
     try:
         assert pool.run(os.getpid) == [process.pid for process in pool.processes]
     finally:
         pool.close()
+
+
+def start(module: str, world_size: int) -> str:
+    """Start and end ranks by the function of a module; returns their output."""
+    code = f"from {module} import start_ranks; start_ranks(); import torch.distributed as dist; dist.barrier()"
+    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world_size}", "--no_python"]
+    result = subprocess.run(
+        [*launch, f"--master_port={free_port()}", sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=400,
+    )
+    assert result.returncode == 0, result.stdout
+    return result.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "world_size", "is_built"),
+    slow_but(
+        [("rlhf_examples.common.ranks", 2, True)],
+        [
+            *itertools.product(["rlhf_examples.common.ranks", "benchmarks.ranks"], [1, 2], [True]),
+            ("rlhf_examples.common.ranks", 2, False),
+        ],
+    ),
+)
+def test_examples_and_benchmarks_remove_an_abandoned_lock(ranks, tmp_path, monkeypatch, module, world_size, is_built):
+    """Before DeepSpeed's start, which would wait for it forever; they say which."""
+    ranks.run(os.getpid)
+    lock = locked_extension(tmp_path, monkeypatch, is_built)
+    output = start(module, world_size)
+    assert output.count(f"removed {lock}, which is") == 1, output
+    assert not lock.exists()
+
+
+def test_a_held_lock_and_other_machines_locks_stay(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr("deepspeed.init_distributed", lambda *args, **kwargs: None)
+    held, left = FileBaton(str(tmp_path / "lock")), abandoned_lock(str(tmp_path))
+    assert held.try_acquire()
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # two machines, which may share the directory
+    hybrid.init_distributed(remove_locks=True)
+    hybrid.init_distributed()
+    assert left.exists()
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    hybrid.init_distributed(remove_locks=True)
+    assert not left.exists()
+    assert Path(held.lock_file_path).exists()
+    held.release()
+
+
+def test_install_reports_waits_before_initialize(tmp_path, monkeypatch):
+    """accelerate and scripts start the process group themselves, before they build an engine."""
+    lock = abandoned_lock(str(tmp_path))
+    monkeypatch.setattr("deepspeed.comm.init_distributed", lambda: FileBaton(str(lock), 0.05).wait())
+    monkeypatch.setattr("hybrid.compat.install.extension_lock_reported", partial(extension_lock_reported, 0.2))
+    with hybrid.installed(), Messages(lock) as messages:
+        deepspeed.comm.init_distributed()
+    assert [str(lock) in text for text in messages.texts] == [True]
