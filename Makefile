@@ -22,6 +22,7 @@ MINUTES = 8
 OUT =
 GPU_FLAGS =
 SUITE_FLAGS =
+SLOW_MINUTES = 25
 PYTHON_VERSION = 3.12
 
 .PHONY: help demo demo-seeds docs test test-slow test-all test-oldest check bench bench-all bench-page bench-rollout bench-vllm \
@@ -52,8 +53,8 @@ docs: .venv/.installed ## the pages of docs/ as a site with search: site/index.h
 test: .venv/.installed ## the test suite but for what is slow (15 minutes)
 	$(TESTS) -m "not slow"
 
-test-slow: .venv/.installed ## as many slow tests as start within 25 minutes, in an order that changes with the commit
-	$(TESTS) -m slow -p tests.rotation --minutes 25 --rotation $(or $(shell git rev-parse HEAD 2>&-),$(shell date +%F))
+test-slow: .venv/.installed ## as many slow tests as start within 25 minutes (SLOW_MINUTES), in an order that changes with the commit
+	$(TESTS) -m slow -p tests.rotation --minutes $(SLOW_MINUTES) --rotation $(or $(shell git rev-parse HEAD 2>&-),$(shell date +%F))
 
 test-all: .venv/.installed ## every test
 	$(TESTS)
