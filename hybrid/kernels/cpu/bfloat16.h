@@ -194,29 +194,41 @@ struct TileRows {
 };
 
 // Sums of blocks [first, last) of `rows` rows of W [rows, inputs], at most 32.  sums [2 tiles of W, 2 tiles of x, 16 rows of W,
-// 16 rows of x]
-static void tile_products(const bf16* w, int64_t inputs, int64_t rows, const uint32_t* x0, const uint32_t* x1, int64_t first, int64_t last,
-                          float (*sums)[2][TILE][TILE]) {
+// 16 rows of x]; of one tile of x (TWO false) only sums[.][0] are written.  FETCH: request the next 32 rows of W too, a line of
+// each row for each block: the processor does not follow so many rows by itself.
+template <bool TWO, bool FETCH> static void tile_products(const bf16* w, int64_t inputs, int64_t rows, const uint32_t* x0, const uint32_t* x1, int64_t first,
+                                                          int64_t last, float (*sums)[2][TILE][TILE]) {
   const int64_t stride = inputs * int64_t(sizeof(bf16));
   _tile_zero(0);
-  _tile_zero(1);
   _tile_zero(2);
-  _tile_zero(3);
+  if constexpr (TWO) {
+    _tile_zero(1);
+    _tile_zero(3);
+  }
   for (int64_t b = first; b < last; b++) {
+    if constexpr (FETCH) {
+      const char* next = (const char*)(w + 2 * TILE * inputs + b * TILE_DEPTH);
+#pragma GCC unroll 32
+      for (int r = 0; r < 2 * TILE; r++) __builtin_prefetch(next + r * stride, 0, 2);
+    }
     const TileRows upper(w + b * TILE_DEPTH, stride, rows), lower(w + TILE * inputs + b * TILE_DEPTH, stride, rows - TILE);
     _tile_loadd(4, upper.base, upper.stride);
     _tile_loadd(5, lower.base, lower.stride);
     _tile_loadd(6, x0 + b * TILE * TILE, 64);
-    _tile_loadd(7, x1 + b * TILE * TILE, 64);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
     _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
+    if constexpr (TWO) {
+      _tile_loadd(7, x1 + b * TILE * TILE, 64);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(3, 5, 7);
+    }
   }
   _tile_stored(0, sums[0][0], 64);
-  _tile_stored(1, sums[0][1], 64);
   _tile_stored(2, sums[1][0], 64);
-  _tile_stored(3, sums[1][1], 64);
+  if constexpr (TWO) {
+    _tile_stored(1, sums[0][1], 64);
+    _tile_stored(3, sums[1][1], 64);
+  }
 }
 #else
 #define TILES 0

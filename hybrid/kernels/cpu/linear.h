@@ -373,7 +373,7 @@ template <typename V> static void tile_columns(const Rows& x, const Matrix<V>& w
   static thread_local std::vector<uint32_t> tiles;
   const int64_t blocks = w.inputs / TILE_DEPTH, tail = blocks * TILE_DEPTH, of_a_tile = blocks * TILE * TILE, at_once = tile_rows(w.inputs);
   tiles.resize(std::max<int64_t>(tiles.size(), std::min(at_once, (x.count + TILE - 1) / TILE * TILE) / TILE * of_a_tile));
-  alignas(64) TileSums sums, of_group;
+  alignas(64) TileSums sums = {}, of_group = {};
   tiles_begin();
   for (int64_t top = 0; top < x.count; top += at_once) {
     const int64_t rows = std::min(at_once, x.count - top);
@@ -382,11 +382,13 @@ template <typename V> static void tile_columns(const Rows& x, const Matrix<V>& w
       const int64_t rows_of_w = std::min(2 * TILE, last - n);
       const bf16* weight = tile_weights(w, n, rows_of_w);
       for (int64_t m = 0; m < rows; m += 2 * TILE) {
-        const uint32_t* x0 = tiles.data() + m / TILE * of_a_tile;
-        const uint32_t* x1 = m + TILE < rows ? x0 + of_a_tile : x0;
-        if (w.groups == 1) tile_products(weight, w.inputs, rows_of_w, x0, x1, 0, blocks, sums);
+        const uint32_t *x0 = tiles.data() + m / TILE * of_a_tile, *x1 = x0 + of_a_tile;
+        const bool two = m + TILE < rows, fetch = std::is_same_v<V, bf16> && m == 0 && n + 2 * TILE < last;
+        const auto products = two ? fetch ? tile_products<true, true> : tile_products<true, false>
+                                  : fetch ? tile_products<false, true> : tile_products<false, false>;
+        if (w.groups == 1) products(weight, w.inputs, rows_of_w, x0, x1, 0, blocks, sums);
         for (int64_t g = 0; g < w.groups && w.groups > 1; g++) {
-          tile_products(weight, w.inputs, rows_of_w, x0, x1, g * blocks / w.groups, (g + 1) * blocks / w.groups, of_group);
+          products(weight, w.inputs, rows_of_w, x0, x1, g * blocks / w.groups, (g + 1) * blocks / w.groups, of_group);
           add_scaled(w, n, rows_of_w, g, of_group, sums);
         }
         for (int half = 0; half < 2; half++)
