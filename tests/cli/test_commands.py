@@ -72,6 +72,13 @@ def test_a_healthy_machine(machine):
     assert len(result.output.splitlines()) < 40, "one screen"
 
 
+@pytest.mark.parametrize(("fast", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_the_dtype_to_train_in_depends_on_the_instructions(monkeypatch, fast, dtype):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("hybrid.cli.doctor.has_fast_bfloat16", lambda device: fast)
+    assert [finding.detail.split(" (")[0] for finding in doctor.training_dtype()] == [f"train in {dtype}"]
+
+
 def test_the_module_runs_alone(machine, tmp_path):
     command = [sys.executable, "-m", "hybrid.cli.doctor", "--json", str(tmp_path / "doctor.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
