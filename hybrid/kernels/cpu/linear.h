@@ -74,20 +74,21 @@ struct Output {
   bool keeps_float32 = false;  // ADD: the sum is not rounded
 
   Output at(int64_t row, int64_t column) const { return {mode, data + row * stride + column, stride, factor, is_partial, keeps_float32}; }
-  // Columns [column, column + 4) of a row.
-  template <typename T> void write(int64_t row, int64_t column, Vec4 sums) const {
+  // As many columns of a row as W, a vector, has lanes.
+  template <typename T, typename W> requires (sizeof(W) > sizeof(float)) void write(int64_t row, int64_t column, W sums) const {
     float* y = data + row * stride + column;
     if (mode == ADD_LORA) {
-      for (int i = 0; i < 4; i++) write<T>(row, column + i, sums[i]);
+      for (size_t i = 0; i < sizeof(W) / sizeof(float); i++) write<T>(row, column + int64_t(i), float(sums[i]));
       return;
     }
-    const Vec4 value = is_partial ? sums : rounded<T>(sums);
-    if (mode == STORE) {
-      *(Vec4Any*)y = value;
-      return;
+    W value = is_partial ? sums : rounded<T>(sums);
+    if (mode == ADD) {
+      W before;
+      std::memcpy(&before, y, sizeof before);
+      const W added = before + unfused(rounded<T>(value * factor));
+      value = keeps_float32 ? added : rounded<T>(added);
     }
-    const Vec4 added = *(const Vec4Any*)y + unfused(rounded<T>(value * factor));
-    *(Vec4Any*)y = keeps_float32 ? added : rounded<T>(added);
+    std::memcpy(y, &value, sizeof value);
   }
   template <typename T> void write(int64_t row, int64_t column, float sum) const {
     float& y = data[row * stride + column];
@@ -282,7 +283,7 @@ template <int M, int N, typename V> static inline __attribute__((always_inline))
   tile<M, N>(x.row(m), x.stride, w, sums);
   for (int i = 0; i < M; i++) {
     if constexpr (N == 4)
-      y.write<T>(m + i, 0, w.bias ? sums.row(i) + *(const Vec4Any*)w.bias : sums.row(i));
+      y.write<T>(m + i, 0, w.bias ? Vec4(sums.row(i) + *(const Vec4Any*)w.bias) : Vec4(sums.row(i)));
     else
       for (int n = 0; n < N; n++) y.write<T>(m + i, n, sums.at[i][n] + (w.bias ? w.bias[n] : 0.0f));
   }
@@ -362,9 +363,11 @@ template <typename V> static void write_tile(const Rows& x, const Matrix<V>& w, 
     for (int64_t c = 0; c < width && tail < w.inputs; c++)
       for (int64_t k = tail; k < w.inputs; k++) row[c] += x.row(r)[k] * to_float(w.weight[c * w.inputs + k]);
     for (int64_t c = 0; c < width && w.scale && w.groups == 1; c++) row[c] = unfused(row[c] * w.scale[c]);
-    int64_t c = 0;
-    for (; c + 4 <= width; c += 4) y.write<bf16>(r, c, w.bias ? *(const Vec4Any*)(row + c) + *(const Vec4Any*)(w.bias + c) : *(const Vec4Any*)(row + c));
-    for (; c < width; c++) y.write<bf16>(r, c, row[c] + (w.bias ? w.bias[c] : 0.0f));
+    if (width == TILE) {
+      y.write<bf16>(r, 0, w.bias ? load(row) + load(w.bias) : load(row));
+      continue;
+    }
+    for (int64_t c = 0; c < width; c++) y.write<bf16>(r, c, row[c] + (w.bias ? w.bias[c] : 0.0f));
   }
 }
 
