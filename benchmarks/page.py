@@ -14,6 +14,7 @@ import difflib
 import json
 import re
 import shlex
+import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -333,18 +334,23 @@ def models_row() -> list[str]:
 
 
 def demo(results: Results) -> list[str]:
-    """What the demo found."""
-    rows = []
+    """What the demo found: mean and standard error of the first result's seeds, and the range that a single run falls
+    in, mean ± 2 standard deviations over the runs of every machine."""
+    rows, measured = [], [list(result["summaries"].values()) for result in results.of("demo_seeds")]
     for title, name in (
         ("PPO: gold score, 0 to 1", "gold_score"),
         ("GRPO: exact match on sums that it has not seen", "grpo_exact_match"),
     ):
-        cells = [NOT_MEASURED] * 2
-        for result in results.of("demo_seeds")[:1]:
-            values = [[seed[f"{name}_{when}"] for seed in result["summaries"].values()] for when in ("before", "after")]
+        cells = [NOT_MEASURED] * 3
+        if measured:
+            values = [[seed[f"{name}_{when}"] for seed in measured[0]] for when in ("before", "after")]
+            runs = [seed[f"{name}_after"] for seeds in measured for seed in seeds if f"{name}_after" in seed]
+            spread = 2 * statistics.stdev(runs)
+            low, high = max(statistics.fmean(runs) - spread, 0.0), min(statistics.fmean(runs) + spread, 1.0)
             cells = ["{:.2f} ± {:.2f}".format(*tables.mean_and_error(each)) for each in values]
+            cells.append(f"{low:.2f} to {high:.2f} ({len(runs)} runs)")
         rows.append([title, *cells])
-    return tables.table(["", "before", "after"], rows)
+    return tables.table(["", "before", "after", "a single run, after"], rows)
 
 
 README_BLOCKS = {"numbers": numbers, "demo": demo}
