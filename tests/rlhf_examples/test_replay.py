@@ -98,7 +98,11 @@ def test_errors_say_what_can_be_replayed(run_directory, tmp_path):
 def command(*arguments: str) -> subprocess.CompletedProcess:
     """`hybrid replay` in a process of its own."""
     return subprocess.run(
-        [sys.executable, "-m", "hybrid", "replay", *arguments], capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "hybrid", "replay", *arguments],
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
 
 
