@@ -52,13 +52,13 @@ def remove_abandoned_locks() -> None:
     Processes may call it at the same time: one removes while the others wait, so that a lock which a process takes
     after the removal is not removed too.
     """
-    if not abandoned_locks():
+    if not (left := abandoned_locks()):
         return
     folder = os.open(Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()), os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         time.sleep(RELEASE_S)
-        for path in abandoned_locks():
+        for path in set(abandoned_locks()).intersection(left):
             logger.warning(f"removed {path}, {age_of(str(path))}: left by a build that was killed")
             path.unlink(missing_ok=True)
     finally:
