@@ -111,9 +111,13 @@ class Stream(Generic[Item]):
         """Wait for the call's end."""
         self._thread.join()
 
+    def stop(self) -> None:
+        """Ask the call to stop; does not wait."""
+        self._closed.set()
+
     def close(self) -> None:
         """Stop the call, if no other rank takes part in it, and wait for its end."""
-        self._closed.set()
+        self.stop()
         self._thread.join()
 
     def __enter__(self) -> "Stream[Item]":

@@ -199,6 +199,7 @@ class ServingScheduler(Scheduler):
                 self.num_scheduler_steps = min(max(int(STRIDE_S / self.step_s), 1), STEPS_IN_KERNEL)
             with self.phase("decode"):
                 self.step()
+        INTERRUPTS.raise_pending()  # a source that has closed since the last look, by a signal
         return self.num_rows, self.num_tokens
 
     def reserve(self) -> None:

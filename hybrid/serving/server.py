@@ -607,9 +607,13 @@ class Server:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         assert self._stream is not None, "the block has begun"
-        self._table.close(ServerClosed(CLOSED))
         # A rank that ends by an error serves the other ranks' requests until their servers close; a signal stops them.
-        if error is not None and not isinstance(error, Exception):
+        # It is seen before the table closes: else the call may end as usual, and the other ranks go on.
+        is_signal = error is not None and not isinstance(error, Exception)
+        if is_signal:
+            self._stream.stop()
+        self._table.close(ServerClosed(CLOSED))
+        if is_signal:
             self._stream.close()
         elif error is None:
             self._stream.output()

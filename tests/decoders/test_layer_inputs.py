@@ -3,7 +3,7 @@
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -63,7 +63,9 @@ def recorded_inputs(model: nn.Module) -> Iterator[list[list[torch.Tensor]]]:
 def hugging_face(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     """The inputs of the model's layers and final norm, [layers + 1, tokens, hidden], and the experts of its routers,
     int16 [tokens, layers with experts, experts per token]: of each whole sequence, alone, one after the other."""
-    with recorded_inputs(model) as inputs, recorded_routing(model) as calls:
+    # PhiMoE's routers choose without `torch.topk`: their experts are not recorded.
+    routing = nullcontext([]) if model.config.model_type == "phimoe" else recorded_routing(model)
+    with recorded_inputs(model) as inputs, routing as calls:
         for ids in sequences():
             model(ids[None], use_cache=False)
     experts = [torch.cat(layer) for layer in calls]
@@ -140,18 +142,24 @@ def test_torchs_operations_keep_what_the_models_own_layers_receive(variant):
 
 @pytest.mark.parametrize("variant", slow_but(QUICK, VARIANTS))
 def test_bfloat16_inputs_are_as_near_to_float32_as_hugging_faces(variant):
-    """On average: every layer's input is rounded, and roundings differ where sums do."""
+    """On average: every layer's input is rounded, and roundings differ where sums do. Of tokens that all three send to
+    the same experts."""
     family, changes = VARIANTS[variant]
     model = tiny_model(family, **changes).eval()
-    exact, _ = hugging_face(model)
+    exact, exact_experts = hugging_face(model)
     model = model.bfloat16()
-    expected, _ = hugging_face(model)
+    expected, experts = hugging_face(model)
     for decoder in (
         test_cpu_decoder.decoder_of(model, torch.bfloat16),
         test_torch_decoder.decoder_of(model, torch.bfloat16),
     ):
-        layer_inputs, _ = kept(decoder)
+        layer_inputs, router_indices = kept(decoder)
         assert layer_inputs.dtype == torch.bfloat16
+        alike = torch.ones(layer_inputs.shape[1], dtype=torch.bool)
+        if experts.numel():
+            ours, theirs, reference = (each.sort(dim=-1).values for each in (router_indices, experts, exact_experts))
+            alike = ((ours == reference) & (theirs == reference)).flatten(1).all(dim=1)
+            assert alike.float().mean() > 0.9
         assert torch.equal(layer_inputs[0], expected[0]) or family in (
             "gemma2",
             "gemma3_text",
@@ -159,11 +167,11 @@ def test_bfloat16_inputs_are_as_near_to_float32_as_hugging_faces(variant):
             "opt",
             "bloom",
         )
-        # Where a step rounds differently a token may be routed to another expert, in either: 0.75 to 1.23 measured.
+        # A token attends to others that were sent to another expert, in either: 0.75 to 1.23 measured.
         share = 1.3 if family in WITHOUT_TRITON else 1.2
         for own, other, reference in zip(layer_inputs.float(), expected.float(), exact, strict=True):
-            bound = share * (other - reference).abs().mean()
-            assert (own - reference).abs().mean() <= bound
+            bound = share * (other - reference)[alike].abs().mean()
+            assert (own - reference)[alike].abs().mean() <= bound
 
 
 @pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe"])
@@ -237,9 +245,11 @@ def test_triton_kernels_keep_the_sums_that_they_norm(variant):
     with torch.no_grad():
         hidden = decoder.forward(batch, run.kv, LayerActivations(layer_inputs, router_indices, rows))
         assert torch.equal(hidden, decoder.forward(batch, run.kv))
-        with recorded_inputs(model) as inputs, recorded_routing(model) as calls:
-            for row in ids:
-                model(row[None], use_cache=False)
+        # PhiMoE's routers choose without `torch.topk`: their experts are not recorded.
+    routing = nullcontext([]) if model.config.model_type == "phimoe" else recorded_routing(model)
+    with recorded_inputs(model) as inputs, routing as calls:
+        for row in ids:
+            model(row[None], use_cache=False)
     expected = torch.stack([torch.cat([call[0] for call in layer]) for layer in inputs])
     require_close(layer_inputs[:, rows], expected, TOLERANCE)
     for number, layer in enumerate(calls):
