@@ -37,7 +37,7 @@ def check_rollouts(mode: str) -> None:
     family, stage, blocks = MODES[mode]
     model = tiny_model(family, sizes=None if family == "llama" else SIZES, tie_word_embeddings=False)
     rank, shares, embeddings = dist.get_rank(), mode.startswith("tp"), model.get_input_embeddings().weight.clone()
-    engine = engine_of(model, settings(stage, rollout={"containers": "fused"}, **blocks))
+    engine = engine_of(model, settings(stage, **{"rollout": {"containers": "fused"}, **blocks}))
     ids, mask = prompts(3, 6, padded=True, seed=rank)
     sampling = hybrid.SamplingParams(max_new_tokens=6 + 2 * rank, temperature=0, repetition_penalty=1.1)
     sampled = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": True, "seed": 4}
