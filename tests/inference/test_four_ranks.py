@@ -43,7 +43,7 @@ def check_seeds() -> None:
     with_plan = tiny_model("cohere", sizes=FAMILIES["cohere"]).eval()
     for model in (tiny_model("llama").eval(), with_plan):
         for tp, groups in (({"tp_size": 2}, neighbours), ({"tp_group": group}, crossed)):
-            engine = tp_engine(twin(model), tp=tp, kernel_inject=model is not with_plan)
+            engine = tp_engine(twin(model), tp=tp, replace_with_kernel_inject=model is not with_plan)
             for seeds in ([0] * 4, range(4)):
                 torch.manual_seed(seeds[dist.get_rank()])
                 engine._share_seed()  # as for an engine built after seeding
@@ -78,7 +78,7 @@ def check_written_once(folder: str) -> None:
     for name in ("ours", "crossed", "alone"):
         with torch.device("meta"):
             model = type(reference)(reference.config)
-        engine = tp_engine(model, 4, checkpoint=f"{folder}/{name}", kernel_inject=True)
+        engine = tp_engine(model, 4, checkpoint=f"{folder}/{name}")
         check_equal(engine, reference, same_prompts=False)
 
 
