@@ -17,6 +17,9 @@ read after the device has been synchronized.
     hf-static           Hugging Face's generate, static cache, torch.compile (reduce-overhead)
     vllm                vLLM with random weights in a process of its own: only if it is installed
 
+The first case of each shape is profiled once: launches and microseconds of its decode step's kernels, and how many CUDA
+graphs there are.
+
 Every case is measured in a process of its own with a time limit. If it crashes, hangs or raises, the contender that ran
 gets a row with the reason, and the others are measured without it. Results are written after each case, to a JSON file
 and a table named after the hardware, and copied to `--out`; what it has for the same code is not measured again,
@@ -66,7 +69,8 @@ GRACE_S = 2.0
 
 @dataclass(frozen=True)
 class Work:
-    """What a process measures.  kind: "rollout", or "switch", whose case gives the shape alone."""
+    """What a process measures.  kind: "rollout"; "profile", of a rollout's decode steps; or "switch", whose case gives
+    the shape alone."""
 
     kind: str
     case: Case
@@ -75,7 +79,8 @@ class Work:
     @property
     def name(self) -> str:
         """The name of its rows."""
-        return self.case.name if self.kind == "rollout" else f"{self.case.shape} {self.case.dtype} switch"
+        of_shape = f"{self.case.shape} {self.case.dtype} switch"
+        return {"rollout": self.case.name, "profile": f"{self.case.name} profile", "switch": of_shape}[self.kind]
 
     def needs(self, contender: str) -> int:
         """Bytes on the device for a contender: weights, KV cache, activations of the prompts and logits."""
@@ -182,7 +187,8 @@ def main(arguments: list[str] | None = None) -> Report:
 
 
 def planned(args: argparse.Namespace) -> list[Work]:
-    """Everything to measure, the most informative first: a large batch of every shape, the switches, then the rest."""
+    """Everything to measure, the most informative first: a large batch of every shape, the profiles of these, the
+    switches, then the rest."""
     shapes = sorted(args.shapes, key=lambda shape: SHAPE_ORDER.index(shape) if shape in SHAPE_ORDER else -1)
     sizes = [(batch, prompt) for batch in args.batches for prompt in args.prompts]
     sizes.sort(key=lambda size: SIZE_ORDER.index(size) if size in SIZE_ORDER else -1)
@@ -192,8 +198,10 @@ def planned(args: argparse.Namespace) -> list[Work]:
         for batch, prompt in sizes
         for shape in shapes
     ]
+    first, others = rollouts[: len(shapes)], rollouts[len(shapes) :]
+    profiles = [Work("profile", work.case, ("hybrid",)) for work in first]
     switches = [Work("switch", Case(shape, "bf16", 1), ("hybrid",)) for shape in shapes]
-    return [*rollouts[: len(shapes)], *switches, *rollouts[len(shapes) :]]
+    return [*first, *profiles, *switches, *others]
 
 
 def available() -> list[str]:

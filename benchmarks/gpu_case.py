@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 import transformers
 from deepspeed.accelerator import get_accelerator
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity
 from transformers import CompileConfig, StaticCache
 
 import hybrid
@@ -45,6 +47,7 @@ from benchmarks.vllm_contender import VLLM, VLLMSettings
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**24}  # beyond the caches of a GPU
 GEMM_SIZE = {"cuda": 8192, "cpu": 256}  # rows, outputs and inputs
 WARM_UP_SEED = 1000  # of prompts that no round has
+KERNEL_ROWS = 20  # of a profile's table
 
 
 class Events:
@@ -185,6 +188,11 @@ def engine_contender(name: str, case: Case, graphs: bool, **blocks: Any) -> Cont
     graphs = graphs and torch.cuda.is_available()
     block = {"hybrid_engine": {"enable_cuda_graph": graphs}, **blocks}
     engine = make_engine(case.shape, case.dtype, case.prompt_len + case.new_tokens, block)
+    return rollouts_of(engine, name, case)
+
+
+def rollouts_of(engine: hybrid.HybridEngine, name: str, case: Case) -> Contender:
+    """Rollouts of an engine whose weights are gathered before; the note says why it does not run as it should."""
     setting = Setting(engine.module, engine, case.rows, case.prompt_len + case.new_tokens, vllm_settings())
     run = hybrid_rollouts(name, setting, new_weights=False).run
     return Contender(name, run, note=lambda: engine.stats()["fallback_reason"] or engine.stats()["eager_reason"])
@@ -293,7 +301,58 @@ def enter(engine: hybrid.HybridEngine) -> dict[str, float]:
     return {"switch_s": switch_s, **added}
 
 
-KINDS = {"device": device_rates, "rollout": rollouts, "switch": switch}
+# The kernels of a decode step
+
+
+def profile(work: dict[str, Any], events: Events) -> None:
+    """The kernels of a decode step: launches and microseconds a step, those that take longest first.
+
+    They are those of a rollout without those of a rollout of one token, divided by the number of further tokens. On a
+    CPU they are torch's operators.
+    """
+    case = Case(**work["case"])
+    once, model = replace(case, new_tokens=1), make_model(case.shape, case.dtype, "meta")
+    join_alone()
+    events.write(begin="hybrid")
+    block = {"hybrid_engine": {"enable_cuda_graph": on_gpu()}}
+    engine = make_engine(case.shape, case.dtype, case.prompt_len + case.new_tokens, block)
+    contender, steps = rollouts_of(engine, "hybrid", case), case.new_tokens - 1
+    for seed, each in enumerate((case, once)):
+        run_s(contender, each, WARM_UP_SEED + seed)
+    step_s = (run_s(contender, case, 0) - run_s(contender, once, 1)) / steps
+    whole, first = (
+        kernels_of(lambda each=each, seed=seed: run_s(contender, each, seed)) for seed, each in enumerate((case, once))
+    )
+    rows = [
+        [name, (count - first.get(name, (0, 0))[0]) / steps, (micros - first.get(name, (0, 0))[1]) / steps]
+        for name, (count, micros) in whole.items()
+    ]
+    rows.sort(key=lambda row: row[2], reverse=True)
+    events.write(
+        result={
+            "contender": "hybrid",
+            "kernels": rows[:KERNEL_ROWS],
+            "kernels_s": sum(row[2] for row in rows) / 1e6,
+            "launches": sum(row[1] for row in rows),
+            "profiled_step_s": step_s,
+            "step_bytes": step_cost(model, case)[0],
+            "cuda_graphs": engine.stats()["cuda_graphs"],
+            "note": contender.note(),
+        }
+    )
+
+
+def kernels_of(run: Callable[[], Any]) -> dict[str, tuple[int, float]]:
+    """Launches and microseconds of each kernel in `run`, by name, copies and fills included."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu() else [])]
+    with torch.profiler.profile(activities=activities) as profiler:
+        run()
+    kind, clock = (DeviceType.CUDA, "self_device_time_total") if on_gpu() else (DeviceType.CPU, "self_cpu_time_total")
+    averages = [average for average in profiler.key_averages() if average.device_type == kind]
+    return {average.key: (average.count, getattr(average, clock)) for average in averages}
+
+
+KINDS = {"device": device_rates, "rollout": rollouts, "switch": switch, "profile": profile}
 
 
 if __name__ == "__main__":

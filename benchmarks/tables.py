@@ -314,22 +314,29 @@ def stories(result: dict[str, Any]) -> Iterator[list]:
 
 # `benchmarks.gpu`
 
+KERNEL_CHARS = 80  # of a kernel's name: those of templates are long
+
 GPU_HEADS = {
     "rollout": "case, contender, prefill ms (min–max), of GEMM, step ms (min–max), of copy, tokens/s, note".split(", "),
+    "profile": ["kernel", "launches a step", "µs a step"],
     "switch": "case, switch ms (min–max), gather ms, merge ms, snapshot GiB, of copy, note".split(", "),
 }
 
 
 def gpu(result: dict[str, Any]) -> list[str]:
-    """The device's rates, a table of rollouts, one of switches, both of the latest code, and what was not measured.
+    """The device's rates, tables of rollouts, of switches and of profiled decode steps, all of the latest code, and
+    what was not measured.
 
     Shares of the device's rates: FLOPs of the prompts / (GEMM rate x time); bytes that a step must read, or twice the
     snapshot's bytes, / (copy rate x time).
     """
     run, left = result["runs"][-1], result["not_measured"]
     kinds: dict[str, list[list[str]]] = {"rollout": [], "switch": []}
+    profiles: list[str] = []
     for row in result["rows"]:
-        if row["code"] == run["code"]:
+        if row["code"] == run["code"] and row["kind"] == "profile":
+            profiles += ["", *gpu_profile(row)]
+        elif row["code"] == run["code"]:
             figures = ["–"] * 5 if "error" in row else gpu_cells(row)
             name = [row["case"], row["contender"]][: 2 if row["kind"] == "rollout" else 1]
             note = " ".join((row.get("error") or row["note"]).replace("|", "/").split())
@@ -343,8 +350,26 @@ def gpu(result: dict[str, Any]) -> list[str]:
         *table(GPU_HEADS["rollout"], kinds["rollout"]),
         "",
         *table(GPU_HEADS["switch"], kinds["switch"]),
+        *profiles,
         *(["", f"Not measured, call again: {'; '.join(left)}."] if left else []),
     ]
+
+
+def gpu_profile(row: dict[str, Any]) -> list[str]:
+    """The kernels of a decode step, and its bytes a second: by the clock, and over its kernels' time alone."""
+    if "error" in row:
+        return [f"{row['case']}: {row['error']}"]
+    step_s, kernels_s = row["profiled_step_s"], row["kernels_s"]
+    rates = [f"{row['step_bytes'] / seconds / 1e9:.0f} GB/s" if seconds > 0 else "–" for seconds in (step_s, kernels_s)]
+    head = (
+        f"{row['case']}: a step of {1e3 * step_s:.2f} ms ({rates[0]}), {row['launches']:.0f} kernels of together "
+        f"{1e3 * kernels_s:.2f} ms ({rates[1]}); {row['cuda_graphs']} CUDA graphs"
+    )
+    cells = (
+        [name[:KERNEL_CHARS].replace("|", "/"), f"{count:.1f}", f"{micros:.1f}"]
+        for name, count, micros in row["kernels"]
+    )
+    return [head, "", *table(GPU_HEADS["profile"], cells)]
 
 
 def gpu_cells(row: dict[str, Any]) -> list[str | None]:

@@ -172,6 +172,11 @@ class FusedModel:
         return next(filter(None, reasons), "")
 
     @property
+    def cuda_graphs(self) -> int:
+        """The number of CUDA graphs from which decode steps are replayed."""
+        return sum(len(getattr(bound.decoder, "graphs", ())) for bound in self.bound.values())
+
+    @property
     def attention(self) -> AttentionChoice:
         """The kernels of the attention of a decoder on Triton kernels."""
         embedding = self.blank.embedding()

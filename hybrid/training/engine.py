@@ -992,7 +992,8 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         `peak_bytes`: the sum of the peaks of the snapshot with one gathered group, the containers, the KV cache and the
         fused decoder's largest forward. `fallback_reason`: why the latest request that could not run fused ran in the
         model's own layers, and the remedy; "" if every request ran fused. `eager_reason`: why decode steps run without
-        the CUDA graphs that `enable_cuda_graph` asks for; "" if no capture has failed."""
+        the CUDA graphs that `enable_cuda_graph` asks for; "" if no capture has failed. `cuda_graphs`: how many there
+        are."""
         return {
             **self._profiler.stats(),
             **self._runtime.stats(),

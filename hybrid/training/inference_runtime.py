@@ -266,4 +266,5 @@ class InferenceRuntime:
             "peak_bytes": peak_bytes + copies + self.generator.peak_kv_bytes() + activations,
             "fallback_reason": self.builder.fallback_reasons.last,
             "eager_reason": next(filter(None, (fused.eager_reason for fused in decoders)), ""),
+            "cuda_graphs": sum(fused.cuda_graphs for fused in decoders),
         }

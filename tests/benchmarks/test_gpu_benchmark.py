@@ -2,6 +2,8 @@
 
 import json
 import re
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -40,6 +42,11 @@ for name in work.get("contenders", []) if work["kind"] == "rollout" else []:
 for name in work.get("contenders", []) if work["kind"] == "rollout" else []:
     seconds = {"prefill_s": [0.004, 0.002, 0.003], "step_s": [0.002, 0.001, 0.003]}
     say(result={"contender": name, **seconds, "prefill_flops": 12e11, "step_bytes": 4e9, "note": ""})
+if work["kind"] == "profile":
+    say(begin="hybrid")
+    kernels = [["attention<a|b>", 28.0, 700.0], ["copy", 0.5, 300.0]]
+    times = {"kernels_s": 1e-3, "launches": 28.5, "profiled_step_s": 2e-3, "step_bytes": 4e9, "cuda_graphs": 3}
+    say(result={"contender": "hybrid", "kernels": kernels, **times, "note": ""})
 if work["kind"] == "switch":
     say(begin="hybrid")
     seconds = {"switch_s": [0.5, 0.4], "gather_s": [0.3, 0.3], "merge_s": [0.1, 0.1]}
@@ -79,7 +86,7 @@ def test_a_failure_costs_one_row_and_nothing_is_measured_twice(tmp_path, calls, 
     assert rows["hybrid"]["in_turns_with"] == ["hybrid"]
     measured = calls()
     left = [contenders[:4], ["hybrid", "hang", "out-of-memory"], ["hybrid", "out-of-memory"], ["hybrid"]]
-    first = [["device", None], *(["rollout", names] for names in left), ["switch", ["hybrid"]]]
+    first = [["device", None], *(["rollout", names] for names in left), ["profile", ["hybrid"]], ["switch", ["hybrid"]]]
     assert measured == [*first, ["rollout", ["hf-static"]]], "Hugging Face's and vLLM's follow in a second pass"
     for path in (report.path, report.path.with_suffix(".md")):
         assert (tmp_path / "out" / path.name).read_text() == path.read_text()
@@ -87,6 +94,9 @@ def test_a_failure_costs_one_row_and_nothing_is_measured_twice(tmp_path, calls, 
     # 12e11 operations in 3 ms at 8e14 a second; 4e9 bytes in 2 ms at 4e12 a second; two rows in 2 ms.
     assert f"| {NAME} | hybrid | 3.00 (2.00–4.00) | 50% | 2.00 (1.00–3.00) | 50% | 1000 |  |" in table
     assert f"| {NAME} | out-of-memory | – | – | – | – | – | OutOfMemoryError: CUDA out of / memory |" in table
+    # 4e9 bytes in a step of 2 ms, whose kernels take 1 ms.
+    step = "a step of 2.00 ms (2000 GB/s), 28 kernels of together 1.00 ms (4000 GB/s); 3 CUDA graphs"
+    assert f"{NAME} profile: {step}\n\n| kernel |" in table and "| attention<a/b> | 28.0 | 700.0 |" in table
     assert "| micro bf16 switch | 450.00 (400.00–500.00) | 300.0 | 100.0 | 1.00 |" in table
     assert report.path.name == "gpu-a-device-1.json" and report.path.with_suffix(".md").is_file()
     assert table.count("| hybrid |") == report.path.with_suffix(".md").read_text().count("| hybrid |") == 1
@@ -96,7 +106,7 @@ def test_a_failure_costs_one_row_and_nothing_is_measured_twice(tmp_path, calls, 
     run(tmp_path, "--contenders", "hybrid", "out-of-memory", "--retry")
     assert calls() == [["device", None], ["rollout", ["out-of-memory"]]]
     more = run(tmp_path, "--contenders", "hybrid", "--new_tokens", "5")
-    assert calls() == [["device", None], ["rollout", ["hybrid"]]]
+    assert calls() == [["device", None], ["rollout", ["hybrid"]], ["profile", ["hybrid"]]]
     content = json.loads(more.path.read_text())
     assert len(content["runs"]) == 4 and content["rows"] == more.rows
 
@@ -122,22 +132,25 @@ def test_figures_are_written_when_a_contenders_own_rounds_are_done(tmp_path):
 def test_what_does_not_fit_into_the_minutes_is_listed_and_measured_next(tmp_path, calls, capsys, monkeypatch):
     first = run(tmp_path, "--contenders", "hybrid", "--minutes", "0")
     assert calls() == [["device", None]]
-    assert first.not_measured == [f"{NAME}, hybrid", "micro bf16 switch, hybrid"]
-    assert f"Not measured, call again: {NAME}, hybrid; micro bf16 switch, hybrid." in capsys.readouterr().out
+    assert first.not_measured == [f"{NAME}, hybrid", f"{NAME} profile, hybrid", "micro bf16 switch, hybrid"]
+    assert (
+        f"Not measured, call again: {NAME}, hybrid; {NAME} profile, hybrid; micro bf16 switch, hybrid."
+        in capsys.readouterr().out
+    )
     # A case that the end of the minutes cuts off has not failed.
     monkeypatch.setattr(gpu, "START_S", 1.0)
     cut = run(tmp_path, "--contenders", "hang", "--minutes", f"{3 / 60}")
     assert cut.not_measured[0] == f"{NAME}, hang" and cut.current_rows() == []
     second = run(tmp_path, "--contenders", "hybrid")
-    assert second.not_measured == [] and len(second.current_rows()) == 2
+    assert second.not_measured == [] and len(second.current_rows()) == 3
 
 
 def test_other_code_is_measured_again(tmp_path, calls, monkeypatch):
     run(tmp_path, "--contenders", "hybrid")
     monkeypatch.setattr(gpu, "code_digest", lambda: "another")
     report = run(tmp_path, "--contenders", "hybrid")
-    assert len(report.rows) == 4 and len(report.current_rows()) == 2
-    assert [kind for kind, _ in calls()] == ["device", "rollout", "switch"] * 2
+    assert len(report.rows) == 6 and len(report.current_rows()) == 3
+    assert [kind for kind, _ in calls()] == ["device", "rollout", "profile", "switch"] * 2
 
 
 def test_contenders_that_do_not_fit_together_run_alone_and_those_too_large_get_a_reason(tmp_path, calls, monkeypatch):
@@ -155,13 +168,24 @@ def test_contenders_that_do_not_fit_together_run_alone_and_those_too_large_get_a
 
 def test_the_most_telling_cases_come_first():
     names = [work.name for work in gpu.planned(gpu.parse([]))]
-    assert len(names) == len(set(names)) == 3 * 4 * 2 + 3
+    assert len(names) == len(set(names)) == 3 * 4 * 2 + 3 + 3
     large = [f"{shape} bf16 b64 prompt 512" for shape in ("1.5B", "7B", "0.5B")]
-    assert names[:6] == [*large, *(f"{shape} bf16 switch" for shape in ("1.5B", "7B", "0.5B"))]
+    switches = [f"{shape} bf16 switch" for shape in ("1.5B", "7B", "0.5B")]
+    assert names[:9] == [*large, *(f"{name} profile" for name in large), *switches]
     assert {"hybrid", "hf-static"} <= set(gpu.parse([]).contenders) <= set(gpu.CONTENDERS)
     installed = gpu.has_package("flashinfer")
     assert ("hybrid-flashinfer" in gpu.parse([]).contenders) == installed
     read_blocks(gpu.FLASHINFER)
+
+
+def test_the_commands_of_the_first_hour_are_accepted():
+    page = (gpu.ROOT / "docs/jobs/first_gpu_hour.md").read_text()
+    commands = [shlex.split(command) for command in re.findall(r"`(make gpu[^`]*)`", page)]
+    assert [command[1] for command in commands] == ["gpu", "gpu-test", "gpu-bench", "gpu-bench"]
+    for command in commands:
+        planned = subprocess.run([*command, "--dry-run"], cwd=gpu.ROOT, capture_output=True, text=True, check=True)
+        for line in re.findall(r"-m benchmarks\.gpu (.*)", planned.stdout):
+            gpu.parse(shlex.split(line))
 
 
 def test_a_decode_step_needs_two_tokens(capsys):
@@ -192,6 +216,10 @@ def check_dry_run(directory: Path, contenders: list[str], output: str) -> None:
     content = json.loads(path.read_text())
     rows = {row["contender"]: row for row in content["rows"] if row["kind"] == "rollout"}
     (switch,) = (row for row in content["rows"] if row["kind"] == "switch")
+    (profile,) = (row for row in content["rows"] if row["kind"] == "profile")
+    times = [micros for _, _, micros in profile["kernels"]]
+    assert times and times == sorted(times, reverse=True) and profile["cuda_graphs"] == 0
+    assert f"{NAME} profile: a step of " in output
     assert list(rows) == contenders and content["not_measured"] == []
     for row in rows.values():
         assert len(row["prefill_s"]) == len(row["step_s"]) == 2 and min(row["prefill_s"]) > 0
