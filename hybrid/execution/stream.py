@@ -7,11 +7,10 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from transformers.generation.streamers import BaseStreamer
 
 from hybrid.runtime.background_loop import in_thread
-from hybrid.runtime.call_lock import CallLock
+from hybrid.runtime.call_lock import CallLock, select_device
 from hybrid.runtime.interrupts import INTERRUPTS
 
 Item = TypeVar("Item")
@@ -59,8 +58,7 @@ class Stream(Generic[Item]):
 
     def _call(self) -> None:
         try:
-            if self._device.type != "cpu":  # a thread begins on the first device
-                get_accelerator().set_device(self._device.index)
+            select_device(self._device)
             if self._stops:
                 INTERRUPTS.asks = lambda: StoppedByCaller() if self._closed.is_set() else None
             self._output = self._run(self._put)

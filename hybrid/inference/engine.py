@@ -119,6 +119,7 @@ class InferenceEngine(nn.Module):
         self.mpu, self.injection_dict = config.tensor_parallel.mpu, config.injection_policy
         self._group = inference_group(config)
         self._device = torch.device("cpu" if config.keep_module_on_host else get_accelerator().current_device_name())
+        self.call_lock.device = self._device
         self._dtype = Cast(model, config.dtype, None).dtype
         self._sleep = self._make_sleep()
         self.eval()

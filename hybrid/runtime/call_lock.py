@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import torch
+from deepspeed.accelerator import get_accelerator
+
 from hybrid.runtime.background_loop import waiting_thread
 from hybrid.runtime.interrupts import INTERRUPTS
 
@@ -22,6 +25,8 @@ class CallLock:
     """A re-entrant lock that waiting threads get in the order in which they asked.
 
     `threading.RLock` is not fair (CPython 3.11): a thread that releases and takes it in a loop starves the rest.
+    device: the engine's, which is the current one of the thread that holds the lock: a new thread begins on the first
+        device of the process, and kernels are launched on the current one. None: of a lock without an engine.
     report_after_s: a thread that has waited this long warns once, and names the thread that holds the lock.
     Raises RuntimeError if an asyncio task asks for the lock while another task of the same thread holds it: the thread
     cannot wait for itself, and re-entering would mix the two calls. Also if it is released by another thread.
@@ -29,6 +34,7 @@ class CallLock:
 
     def __init__(self, report_after_s: float = REPORT_AFTER_S):
         self.report_after_s = report_after_s
+        self.device: torch.device | None = None
         self.refusal = ""  # why no more calls are possible
         self.lent_refusal = ""  # why calls of other threads do not wait for the thread that the lock was handed to
         self._changed = threading.Condition()  # guards the attributes below
@@ -36,7 +42,9 @@ class CallLock:
         self._task: asyncio.Task | None = None
         self._depth = 0
         self._waiting: deque[threading.Thread] = deque()
-        self._lenders: list[tuple[threading.Thread, asyncio.Task | None, int]] = []  # owner, task, depth
+        self._former_device: int | None = None  # of the thread that holds the lock; None: it has not changed
+        # Owner, task, depth, former device.
+        self._lenders: list[tuple[threading.Thread, asyncio.Task | None, int, int | None]] = []
 
     def __enter__(self) -> "CallLock":
         me, task = threading.current_thread(), current_task()
@@ -68,6 +76,7 @@ class CallLock:
                 self._depth += 1
             else:
                 self._owner, self._task, self._depth = me, task, 1
+                self._former_device = select_device(self.device)
         return self
 
     def __exit__(self, *exc: Any) -> None:
@@ -81,6 +90,7 @@ class CallLock:
                 )
             self._depth -= 1
             if self._depth == 0:
+                self._restore_device()
                 self._owner = self._task = None
                 self._changed.notify_all()
 
@@ -116,18 +126,27 @@ class CallLock:
         """
         with self._changed:
             assert self._owner is threading.current_thread(), "a lock is handed over by the thread that holds it"
-            self._lenders.append((self._owner, self._task, self._depth))
+            if self._depth == 1:
+                self._restore_device()
+            self._lenders.append((self._owner, self._task, self._depth, self._former_device))
             self._owner, self._task, self._depth, self.lent_refusal = thread, None, 1, refusal
+            self._former_device = None
 
     def hand_back(self) -> None:
         """Give the lock back to the thread that handed it over; it then holds it once less."""
         with self._changed:
             assert self._owner is threading.current_thread() and self._depth == 1, "the lock is still in use"
-            owner, task, depth = self._lenders.pop()
+            owner, task, depth, self._former_device = self._lenders.pop()
             self.lent_refusal = ""
             self._owner, self._task = (None, None) if depth == 1 else (owner, task)
             self._depth = depth - 1
             self._changed.notify_all()
+
+    def _restore_device(self) -> None:
+        """Give the calling thread its former device back."""
+        if self._former_device is not None:
+            get_accelerator().set_device(self._former_device)
+        self._former_device = None
 
     def _report(self, thread: threading.Thread) -> None:
         warnings.warn(
@@ -143,6 +162,17 @@ class CallLock:
                 "another asyncio task of this thread is within `with engine.inference()`, at an await; end the block "
                 "before you await, or make each call in a thread of its own (asyncio.to_thread)"
             )
+
+
+def select_device(device: torch.device | None) -> int | None:
+    """Make `device` the calling thread's current one. Returns the index of its former one; None if nothing changes."""
+    if device is None or device.type == "cpu" or device.index is None:
+        return None
+    former = get_accelerator().current_device()
+    if former == device.index:
+        return None
+    get_accelerator().set_device(device.index)
+    return former
 
 
 def current_task() -> asyncio.Task | None:

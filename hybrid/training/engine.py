@@ -84,6 +84,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         check_settings(invalid_for_model(info, *blocks))
         mpu_group = group_of_mpu(kwargs.get("mpu"), blocks[0].inference_tp_size)
         super().__init__(args, model, **kwargs)
+        self.call_lock.device = self.device
         self._settings, self._rollout_settings = blocks
         if self._rollout_settings.offload_states:
             require_movable_optimizer(self.optimizer)

@@ -6,7 +6,10 @@ import time
 import warnings
 
 import pytest
+import torch
 
+from hybrid.execution.stream import Stream
+from hybrid.runtime import call_lock
 from hybrid.runtime.call_lock import CallLock
 
 
@@ -117,3 +120,75 @@ def set_event() -> asyncio.Event:
     event = asyncio.Event()
     event.set()
     return event
+
+
+class Devices:
+    """Stands in for CUDA's devices: each thread has a current one, at first 0."""
+
+    def __init__(self) -> None:
+        self.of_thread = threading.local()
+
+    def current_device(self) -> int:
+        return getattr(self.of_thread, "index", 0)
+
+    def set_device(self, index: int) -> None:
+        self.of_thread.index = index
+
+
+@pytest.fixture
+def devices(monkeypatch) -> Devices:
+    devices = Devices()
+    monkeypatch.setattr(call_lock, "get_accelerator", lambda: devices)
+    return devices
+
+
+def lock_on(index: int) -> CallLock:
+    lock = CallLock()
+    lock.device = torch.device("cuda", index)
+    return lock
+
+
+def in_a_thread(function) -> list:
+    """What `function` returned in a thread of its own."""
+    results: list = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join(5)
+    return results
+
+
+def test_calls_of_a_thread_run_on_the_engines_device(devices):
+    """A new thread begins on device 0, also on the rank of device 1; two engines of a process have a device each."""
+    first, second = lock_on(0), lock_on(1)
+    devices.set_device(1)
+
+    def calls() -> list[int]:
+        seen = [devices.current_device()]
+        with second.call():
+            seen.append(devices.current_device())
+            with second.call():
+                seen.append(devices.current_device())
+            seen.append(devices.current_device())
+            with first.call():
+                seen.append(devices.current_device())
+            seen.append(devices.current_device())
+        return [*seen, devices.current_device()]
+
+    assert in_a_thread(calls) == [[0, 1, 1, 1, 0, 1, 0]]
+    with pytest.raises(KeyError), first.call():
+        raise KeyError
+    assert devices.current_device() == 1
+
+
+def test_a_streams_thread_runs_on_the_engines_device(devices):
+    lock = lock_on(1)
+
+    def run(put) -> None:
+        put(devices.current_device())
+
+    assert list(Stream(run, lock, lock.device, stops=True)) == [1]
+    assert devices.current_device() == 0
+    with lock:
+        assert list(Stream(run, lock, lock.device, stops=True)) == [1]
+        assert devices.current_device() == 1
+    assert devices.current_device() == 0 and lock.owner_ident is None
