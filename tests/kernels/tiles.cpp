@@ -33,7 +33,6 @@ template <typename Body> static void counted(const char* name, int64_t size, Bod
 
 // One KV head of a sequence, whose last tokens are queries.
 struct Sequence {
-  static constexpr int QUERIES_OF_IT = HELD_QUERIES;
   int64_t dim, pad, tokens;
   AttentionShape shape;
   std::vector<bf16> keys, values;
@@ -45,7 +44,7 @@ struct Sequence {
     const int64_t blocks = (tokens + BLOCK_SIZE - 1) / BLOCK_SIZE;
     keys = weights(blocks * key_dims(dim) * BLOCK_SIZE), values = weights(blocks * pad * BLOCK_SIZE);
     for (int64_t i = 0; i < blocks; i++) table.push_back(int32_t(blocks - 1 - i));
-    q = normal(QUERIES_OF_IT * dim), work.resize(AttentionWork::floats(dim, pad));
+    q = normal(HELD_QUERIES * dim), work.resize(AttentionWork::floats(dim, pad));
   }
   // Outputs of `count` queries from `first` on, computed together; or each split by itself, and then merged.
   std::vector<float> attended(int first, int count, bool merged = false) {
@@ -53,7 +52,7 @@ struct Sequence {
     std::vector<float> out(count * dim), parts(merged ? count * each : 0);
     std::vector<Query> queries;
     for (int n = 0; n < count; n++)
-      queries.push_back({&q[(first + n) * dim], &out[n * dim], tokens - QUERIES_OF_IT + first + n, 0, merged ? &parts[n * each] : nullptr, nullptr});
+      queries.push_back({&q[(first + n) * dim], &out[n * dim], tokens - HELD_QUERIES + first + n, 0, merged ? &parts[n * each] : nullptr, nullptr});
     for (int64_t split = 0; split < (merged ? splits : 1); split++)
       attend<bf16>(shape, queries.data(), count, 0, {split, merged ? split + 1 : splits}, keys.data(), values.data(), table.data(),
                    AttentionWork(work.data(), pad));

@@ -146,7 +146,7 @@ struct Run {
   const Work& work;
   Team& team;
   int thread, threads;
-  mutable int64_t shared = 0;  // times that x was made tiles by all threads
+  mutable int64_t shared = 0;  // calls of `shared_rows` whose tiles are shared
 
   void barrier() const {
     if (threads > 1) team.barrier.wait(threads);
