@@ -218,6 +218,20 @@ def test_a_row_is_bit_identical_in_every_batch_and_split(family, dtype):
             assert torch.equal(outputs[1], expected_outputs[1]), f"logits of sequence {index}, {case}"
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("hidden_size", [1000, 1024])
+def test_rows_a_multiple_of_4_kib_apart_have_the_bits_of_single_rows(hidden_size):
+    """They share sets of the L1 cache, so that more than 4 are copied. 1000 inputs lie as they are."""
+    model = tiny_model("llama", hidden_size=hidden_size, num_attention_heads=8, num_hidden_layers=1)
+    decoder, hidden = decoder_of(model), torch.randn(70, hidden_size)
+    with threads(1):
+        expected = torch.cat([decoder.logits(row) for row in hidden.split(1)])
+    assert distance(expected, model.lm_head(model.model.norm(hidden))) < 2e-6
+    for rows, count in ((4, 1), (5, 1), (70, 1), (70, 2)):
+        with threads(count):
+            assert torch.equal(decoder.logits(hidden[:rows]), expected[:rows]), f"{rows} rows, {count} threads"
+
+
 LONG = {
     "llama": {},
     "gemma2": {"sliding_window": 600},  # one of two layers begins within a split

@@ -3,18 +3,20 @@ tiles. Instructions that the machine lacks are emulated, so these tests cover th
 instructions."""
 
 import platform
+import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
 
 import hybrid
-from hybrid.decoders.batch import PackedBatch
+from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch
 from hybrid.decoders.cpu_decoder import CpuDecoder
-from hybrid.kernels.cpu_library import FLAGS, SOURCES, built, cpu_library, opened
+from hybrid.kernels.cpu_library import FLAGS, SOURCES, built, compiler_command, cpu_library, opened
 from hybrid.models.reader import read_decoder
-from tests.decoders.test_cpu_decoder import CpuRun, SegmentedForward, decoder_of
+from tests.decoders.test_cpu_decoder import CpuRun, SegmentedForward, decoder_of, threads
 from tests.decoders.test_torch_decoder import average, distance, hugging_face, own_weights, sequences
 from tests.inference.test_int8 import rounded
 from tests.marks import slow_but
@@ -22,6 +24,7 @@ from tests.tiny_models import VOCABULARY, tiny_model
 
 pytestmark = pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler here")
 
+SPLIT_TOKENS = 512  # as in attention.h
 # Rows that are no multiple of a tile, and depths with a remainder after the last whole block.
 SHAPE = {"hidden_size": 72, "intermediate_size": 100, "head_dim": 24}
 
@@ -132,9 +135,32 @@ def test_a_row_is_bit_identical_in_every_batch_and_split_in_every_build(build):
     generator = torch.Generator().manual_seed(0)
     batch = [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in (1100, 37, 530)]
     expected = [SegmentedForward(decoder, [ids]).run([])[0] for ids in batch]
-    for cuts in ([], [30, 31, 511, 512, 513, 1024, 1025, 1098, 1099]):
-        for index, outputs in enumerate(SegmentedForward(decoder, batch).run(cuts)):
-            assert all(map(torch.equal, outputs, expected[index])), f"sequence {index}, cut at {cuts}"
+    for count, cuts in ((2, []), (1, [30, 31, 511, 512, 513, 1024, 1025, 1098, 1099])):
+        with threads(count):
+            actual = SegmentedForward(decoder, batch).run(cuts)
+        for index, outputs in enumerate(actual):
+            assert all(map(torch.equal, outputs, expected[index])), f"sequence {index}, {count} threads, cut at {cuts}"
+
+
+def test_tiles_keep_bits_and_take_few_loads(tmp_path):
+    """`tiles.cpp` compares the bits of queries and of rows alone with those in every tile pattern, and counts. Before
+    tiles of 32 queries, 32 queries took 352 loads for their 256 products. int8 weights take the tiles of bfloat16."""
+    program = tmp_path / "tiles"
+    flags = (*BUILDS["AMX"], "-O1", "-Wno-psabi", f"-I{SOURCES}")
+    source = Path(__file__).with_name("tiles.cpp")
+    subprocess.run([*compiler_command(), *flags, str(source), "-o", str(program), "-lstdc++", "-lm"], check=True)
+    ran = subprocess.run([program], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout
+    counts = {
+        name: (int(loads), int(products)) for name, loads, products in re.findall(r"(.+) (\d+) (\d+)", ran.stdout)
+    }
+    blocks = SPLIT_TOKENS // BLOCK_SIZE
+    assert counts["attention 16"] == (11 * blocks, 8 * blocks)  # 64 dimensions of keys: 2 deep, of values: 4 wide
+    assert counts["attention 32"] == (16 * blocks, 16 * blocks)
+    seen = 3 * blocks - 3  # causal: the first two tiles do not see 2 and 1 blocks
+    assert counts["attention 96"] == (16 * seen, 16 * seen)
+    for rows, expected in {1: (48, 32), 16: (48, 32), 64: (128, 128)}.items():
+        assert counts[f"bfloat16 {rows}"] == counts[f"int8 {rows}"] == expected
 
 
 @pytest.mark.parametrize("build", slow_but(["AVX2"], BUILDS))

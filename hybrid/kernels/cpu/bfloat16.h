@@ -93,17 +93,20 @@ static inline int64_t tile_rows(int64_t inputs) { return std::clamp<int64_t>((1 
 
 #ifdef EMULATE_BF16
 static thread_local uint32_t emulated_tiles[8][TILE][TILE];
+static thread_local int64_t emulated_loads, emulated_products;  // of this thread so far
 static inline bool tiles_ready() { return true; }
 static inline void tiles_begin() {}
 static inline void tiles_end() {}
 #define _tile_zero(t) std::memset(emulated_tiles[t], 0, sizeof emulated_tiles[t])
 static inline void _tile_loadd(int t, const void* base, int64_t stride) {
+  emulated_loads++;
   for (int r = 0; r < TILE; r++) std::memcpy(emulated_tiles[t][r], (const char*)base + r * stride, 64);
 }
 static inline void _tile_stored(int t, void* base, int64_t stride) {
   for (int r = 0; r < TILE; r++) std::memcpy((char*)base + r * stride, emulated_tiles[t][r], 64);
 }
 static inline void _tile_dpbf16ps(int c, int a, int b) {
+  emulated_products++;
   for (int m = 0; m < TILE; m++)
     for (int k = 0; k < TILE; k++)
       for (int n = 0; n < TILE; n++) {

@@ -15,6 +15,7 @@
 
 // The float work space: [tokens, ·] buffers, one after the other.
 struct Work {
+  uint32_t* tiles;  // of x, as several threads make them: those of two products
   float *normed, *mlp_normed, *projected, *qkv, *latent_queries, *attended, *mixed, *per_head, *gate_up, *expert_in, *expert_out, *latent, *latent_out, *router_in, *router_weights, *shared_gate, *lora_ax, *squares, *per_layer, *scratch;
 };
 
@@ -96,6 +97,9 @@ static int64_t divide(const Decoder& d, int64_t tokens, int64_t threads, float* 
   w.lora_ax = take(tokens * d.lora_ranks);
   w.squares = take(d.group && d.qk_norm == ROW ? tokens * 2 : 0);
   w.per_layer = take(tokens * d.num_layers * d.per_layer_input_size);
+#if TILES
+  w.tiles = (uint32_t*)take(d.bfloat16 && threads > 1 && tiles_ready() ? 2 * SHARED_WORDS : 0);
+#endif
   w.scratch = take(threads * AttentionWork::floats(key_dim(d, d), head_pad(d, d)));
   if (work) *work = w;
   return used;
@@ -106,7 +110,6 @@ struct AttentionItem {
   int64_t sequence, first, last;
   Range splits;
 };
-constexpr int64_t ITEM_TOKENS = 48;  // at most: a multiple of every `queries_at_once`
 
 // What the threads of a call share.
 struct Team {
@@ -117,10 +120,12 @@ struct Team {
   std::vector<float> parts;          // sums of splits, [tokens, heads, splits]
 
   Team(const Decoder& d, const Batch& batch, int64_t threads) {
+    // With tiles those whose queries `attend` takes, or 32; else 48. Of a KV head, whole runs of `queries_at_once`.
+    const int64_t item_tokens = TILES ? std::max<int64_t>(HELD_QUERIES * d.num_kv_heads / std::max<int64_t>(d.num_heads, 1), 32) : 48;
     int64_t longest = 0;
     for (int64_t s = 0; s < batch.sequences; s++)
-      for (int64_t t = batch.cu_seqlens[s]; t < batch.cu_seqlens[s + 1]; t += ITEM_TOKENS) {
-        const int64_t last = std::min<int64_t>(t + ITEM_TOKENS, batch.cu_seqlens[s + 1]), end = batch.positions[last - 1] / SPLIT_TOKENS + 1;
+      for (int64_t t = batch.cu_seqlens[s]; t < batch.cu_seqlens[s + 1]; t += item_tokens) {
+        const int64_t last = std::min<int64_t>(t + item_tokens, batch.cu_seqlens[s + 1]), end = batch.positions[last - 1] / SPLIT_TOKENS + 1;
         items.push_back({s, t, last, {0, end}});
         longest = std::max(longest, end);
       }
@@ -141,6 +146,7 @@ struct Run {
   const Work& work;
   Team& team;
   int thread, threads;
+  mutable int64_t shared = 0;  // calls of `shared_rows` whose tiles are shared
 
   void barrier() const {
     if (threads > 1) team.barrier.wait(threads);
@@ -171,13 +177,30 @@ struct Run {
     lora_a<T>(l, x, work.lora_ax, thread, threads);
     barrier();
   }
+  // All tokens' x, with tiles that the threads make together, where that saves more time than its barrier takes. The memory of
+  // the last call but one is used again: no thread reads it, since all have come to the last call's barrier.
+  Rows shared_rows(const float* x, int64_t stride, int64_t inputs) const {
+    const Rows rows{x, stride, batch.tokens};
+#if TILES
+    const int64_t tops = (batch.tokens + TILE - 1) / TILE, blocks = inputs / TILE_DEPTH, words = TILE * tile_stride(inputs);
+    if (threads == 1 || !in_product_tiles<T>(inputs) || tops * blocks < SHARING_TILES || tops * words > SHARED_WORDS) return rows;
+    uint32_t* tiles = work.tiles + shared++ % 2 * SHARED_WORDS;
+    const Range mine = partition(tops, 1, thread, threads);
+    const Rows part = rows.part(mine.first * TILE, std::min(mine.last * TILE, batch.tokens) - mine.first * TILE);
+    if (mine.size()) make_tiles(part.data, part.stride, part.count, blocks, tiles + mine.first * words);
+    barrier();
+    return {x, stride, batch.tokens, tiles, tile_stride(inputs)};
+#else
+    return rows;
+#endif
+  }
   // A share of y = l(x).
   void multiply(const Linear& l, const Rows& x, const Output& y, Share mine) const {
     linear<T>(l, x.part(mine.rows.first, mine.rows.size()), y.at(mine.rows.first, 0), mine.columns.first, mine.columns.last);
   }
   // This thread's share of y = l(x), unmerged LoRA adapters included. No barrier at the end.
   void product(const Linear& l, const float* x, int64_t x_stride, float* y, int64_t y_stride, bool is_partial = false) const {
-    const Rows rows{x, x_stride, batch.tokens};
+    const Rows rows = shared_rows(x, x_stride, l.inputs);
     const Output out{Output::STORE, y, y_stride, 1.0f, is_partial};
     const Share mine = share(batch.tokens, outputs(l));
     prepare_lora(l, rows);
@@ -287,11 +310,14 @@ struct Run {
   // ranges begin at multiples of 2 · LANES: whole blocks, and in the last range the tail.  bias, slopes: as in `activate`.
   void expand(const Linear& gate_up, const Rows& x, float* y, int64_t intermediate, Share mine, const float* bias = nullptr, const float* slopes = nullptr) const {
     const int64_t width = outputs(gate_up);
-    for (int64_t from = 0; from < width; from += intermediate) {  // gate, up
-      const Share part{mine.rows, {from + mine.columns.first, from + mine.columns.last}};
-      multiply(gate_up, x, {Output::STORE, y, width}, part);
-      add_lora<T>(gate_up, work.lora_ax, x.count, {Output::STORE, y, width}, part);
-    }
+    const Output out{Output::STORE, y, width};
+    const auto over_parts = [&](auto body) {  // gate, up
+      for (int64_t from = 0; from < width; from += intermediate) body(Share{mine.rows, {from + mine.columns.first, from + mine.columns.last}});
+    };
+    over_tiled_rows<T>(x.part(mine.rows.first, mine.rows.size()), gate_up.inputs, [&](const Rows& rows, int64_t top) {
+      over_parts([&](const Share& part) { linear<T>(gate_up, rows, out.at(mine.rows.first + top, 0), part.columns.first, part.columns.last); });
+    });
+    over_parts([&](const Share& part) { add_lora<T>(gate_up, work.lora_ax, x.count, out, part); });
     for (int64_t m = mine.rows.first; m < mine.rows.last; m++) {
       activate(y + m * width, mine.columns.first, mine.columns.last, intermediate, bias, slopes);
       arrange(y + m * width + mine.columns.first, mine.columns.size());
@@ -299,7 +325,7 @@ struct Run {
   }
   // `expand` of an MLP that is not a mixture, over all tokens. No barrier at the end.
   void expand_all(const Linear& gate_up, int64_t intermediate, const float* slopes = nullptr) const {
-    const Rows rows{work.mlp_normed, d.hidden_size, batch.tokens};
+    const Rows rows = shared_rows(work.mlp_normed, d.hidden_size, gate_up.inputs);
     prepare_lora(gate_up, rows);
     Grain grain = product_grain<T>();
     grain.columns = 2 * LANES;
@@ -430,8 +456,7 @@ struct Run {
       float* parts = team.splits ? team.parts.data() + row * each : nullptr;
       return Query{of_queries + t * width + h * q_step, work.attended + row * out_size, batch.positions[t], d.alibi ? d.alibi[h] : 0.0f, parts, layer.sinks ? layer.sinks + h : nullptr};
     };
-    Query queries[MOST_QUERIES];
-    const int most = queries_at_once<T>();
+    Query queries[HELD_QUERIES];
     if (in_tiles<T>()) tiles_begin();
     for (Range run; run = team.queue.take(count * layer.num_kv_heads, threads), run.size();)
       for (int64_t i = run.first; i < run.last; i++) {
@@ -446,7 +471,7 @@ struct Run {
         for (int64_t t = item.first; t < item.last; t++)
           for (int64_t g = 0; g < group; g++) {
             queries[held++] = query(t, head * group + g);
-            if (held == most) attend_held();
+            if (held == HELD_QUERIES) attend_held();
           }
         attend_held();
       }
@@ -808,7 +833,7 @@ struct Run {
       sum_over_ranks(d.group, work.projected, batch.tokens * d.hidden_size);
       add_normed(post, hidden, factor);
     } else {
-      multiply(l, {x, x_stride, batch.tokens}, added_to(hidden, factor), share(batch.tokens, outputs(l)));
+      multiply(l, shared_rows(x, x_stride, l.inputs), added_to(hidden, factor), share(batch.tokens, outputs(l)));
     }
     barrier();
   }

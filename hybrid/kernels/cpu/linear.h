@@ -50,9 +50,12 @@ constexpr int64_t CACHE_LINE = 64, CACHED_BYTES = (LANES == 16 ? 384 : 96) << 10
 struct Rows {  // of x, arranged
   const float* data;
   int64_t stride, count;
+  const uint32_t* tiles = nullptr;  // the same rows, as `make_tiles` writes them; null: each product makes them
+  int64_t tile_stride = 0;          // of a row, on average
 
   const float* row(int64_t i) const { return data + i * stride; }
-  Rows part(int64_t first, int64_t rows) const { return {row(first), stride, rows}; }
+  // With tiles, `first` is the first row of one.
+  Rows part(int64_t first, int64_t rows) const { return {row(first), stride, rows, tiles ? tiles + first * tile_stride : nullptr, tile_stride}; }
 };
 
 template <typename V> struct Matrix {  // rows of W of dtype V
@@ -336,6 +339,10 @@ template <typename V, typename T = typename Reader<V>::Model> static Matrix<Wide
 }
 
 #if TILES
+// Words of x in tiles that several threads make together, and tiles from which that saves more time than its barrier takes: one
+// takes 18 to 29 ns on an EPYC.
+constexpr int64_t SHARED_WORDS = 1 << 18, SHARING_TILES = 128;
+
 typedef float TileSums[2][2][TILE][TILE];  // of 2 tiles of W and 2 of x
 
 // Rows [row, row + count) of W for tiles: those of a bfloat16 matrix in place.
@@ -371,47 +378,91 @@ template <typename V> static void write_tile(const Rows& x, const Matrix<V>& w, 
   }
 }
 
-// `columns` in AMX tiles. Elements of a row after its last whole block are added one by one.
-template <typename V> static void tile_columns(const Rows& x, const Matrix<V>& w, const Output& y, int64_t first, int64_t last) {
+// Words of a row of x in tiles, on average.
+static inline int64_t tile_stride(int64_t inputs) { return inputs / TILE_DEPTH * TILE; }
+
+// x with tiles, in memory of this thread until its next call.
+static Rows in_own_tiles(const Rows& x, int64_t inputs) {
   static thread_local std::vector<uint32_t> tiles;
-  const int64_t blocks = w.inputs / TILE_DEPTH, tail = blocks * TILE_DEPTH, of_a_tile = blocks * TILE * TILE, at_once = tile_rows(w.inputs);
-  tiles.resize(std::max<int64_t>(tiles.size(), std::min(at_once, (x.count + TILE - 1) / TILE * TILE) / TILE * of_a_tile));
+  const int64_t stride = tile_stride(inputs), words = (x.count + TILE - 1) / TILE * TILE * stride;
+  if (int64_t(tiles.size()) < words) tiles.resize(words);
+  make_tiles(x.data, x.stride, x.count, inputs / TILE_DEPTH, tiles.data());
+  return {x.data, x.stride, x.count, tiles.data(), stride};
+}
+
+// `columns` in AMX tiles, for rows of x that have them. Elements of a row after its last whole block are added one by one.
+template <typename V> static void tile_columns(const Rows& x, const Matrix<V>& w, const Output& y, int64_t first, int64_t last) {
+  const int64_t blocks = w.inputs / TILE_DEPTH, tail = blocks * TILE_DEPTH;
   alignas(64) TileSums sums = {}, of_group = {};
   tiles_begin();
-  for (int64_t top = 0; top < x.count; top += at_once) {
-    const int64_t rows = std::min(at_once, x.count - top);
-    make_tiles(x.row(top), x.stride, rows, blocks, tiles.data());
-    for (int64_t n = first; n < last; n += 2 * TILE) {
-      const int64_t rows_of_w = std::min(2 * TILE, last - n);
-      const bf16* weight = tile_weights(w, n, rows_of_w);
-      for (int64_t m = 0; m < rows; m += 2 * TILE) {
-        const uint32_t *x0 = tiles.data() + m / TILE * of_a_tile, *x1 = x0 + of_a_tile;
-        const bool two = m + TILE < rows, fetch = std::is_same_v<V, bf16> && m == 0 && n + 2 * TILE < last;
-        const auto products = two ? fetch ? tile_products<true, true> : tile_products<true, false>
-                                  : fetch ? tile_products<false, true> : tile_products<false, false>;
-        if (w.groups == 1) products(weight, w.inputs, rows_of_w, x0, x1, 0, blocks, sums);
-        for (int64_t g = 0; g < w.groups && w.groups > 1; g++) {
-          products(weight, w.inputs, rows_of_w, x0, x1, g * blocks / w.groups, (g + 1) * blocks / w.groups, of_group);
-          add_scaled(w, n, rows_of_w, g, of_group, sums);
-        }
-        for (int half = 0; half < 2; half++)
-          for (int64_t c = n; c < std::min(n + 2 * TILE, last); c += TILE) {
-            const int64_t r0 = m + half * TILE, count = std::min(TILE, rows - r0), width = std::min(TILE, last - c);
-            if (count > 0) write_tile(x.part(top + r0, count), w.from(c), y.at(top + r0, c), sums[(c - n) / TILE][half], tail, width);
-          }
+  for (int64_t n = first; n < last; n += 2 * TILE) {
+    const int64_t rows_of_w = std::min(2 * TILE, last - n);
+    const bf16* weight = tile_weights(w, n, rows_of_w);
+    for (int64_t m = 0; m < x.count; m += 2 * TILE) {
+      const uint32_t *x0 = x.tiles + m * x.tile_stride, *x1 = x0 + TILE * x.tile_stride;
+      const bool two = m + TILE < x.count, fetch = std::is_same_v<V, bf16> && m == 0 && n + 2 * TILE < last;
+      const auto products = two ? fetch ? tile_products<true, true> : tile_products<true, false>
+                                : fetch ? tile_products<false, true> : tile_products<false, false>;
+      if (w.groups == 1) products(weight, w.inputs, rows_of_w, x0, x1, 0, blocks, sums);
+      for (int64_t g = 0; g < w.groups && w.groups > 1; g++) {
+        products(weight, w.inputs, rows_of_w, x0, x1, g * blocks / w.groups, (g + 1) * blocks / w.groups, of_group);
+        add_scaled(w, n, rows_of_w, g, of_group, sums);
       }
+      for (int half = 0; half < 2; half++)
+        for (int64_t c = n; c < std::min(n + 2 * TILE, last); c += TILE) {
+          const int64_t r0 = m + half * TILE, count = std::min(TILE, x.count - r0), width = std::min(TILE, last - c);
+          if (count > 0) write_tile(x.part(r0, count), w.from(c), y.at(r0, c), sums[(c - n) / TILE][half], tail, width);
+        }
     }
   }
   tiles_end();
 }
 #endif
 
+// Whether products of a model of dtype T are in tiles.
+template <typename T> static inline bool in_product_tiles(int64_t inputs) {
+#if TILES
+  return std::is_same_v<T, bf16> && inputs >= TILE_DEPTH && tiles_ready();
+#else
+  return false;
+#endif
+}
+
+// Calls body(rows of x, first of them) for all rows. Where products are in tiles the rows have them: made before, or here for
+// every product in `body`, as many rows at a time as stay in the L2 cache.
+template <typename T, typename Body> static void over_tiled_rows(const Rows& x, int64_t inputs, Body body) {
+#if TILES
+  if (in_product_tiles<T>(inputs) && !x.tiles) {
+    const int64_t at_once = tile_rows(inputs);
+    for (int64_t top = 0; top < x.count; top += at_once) body(in_own_tiles(x.part(top, std::min(at_once, x.count - top)), inputs), top);
+    return;
+  }
+#endif
+  body(x, int64_t(0));
+}
+
+// Floats after which addresses share a set of the L1 cache: rows of x as far apart replace each other there. Up to ROWS_OF_A_SET
+// fit beside a tile's rows of W; a copy pays from COPYING_COLUMNS on.
+constexpr int64_t SAME_SET = 1024, ROWS_OF_A_SET = 4, COPYING_COLUMNS = 32;
+
+// The rows of x an odd number of cache lines apart, in memory of this thread until its next call.
+static Rows apart(const Rows& x, int64_t inputs) {
+  static thread_local std::vector<float> copy;
+  constexpr int64_t LINE = CACHE_LINE / int64_t(sizeof(float));
+  const int64_t stride = ((inputs + LINE - 1) / LINE | 1) * LINE;
+  if (int64_t(copy.size()) < x.count * stride + LINE) copy.resize(x.count * stride + LINE);
+  float* rows = copy.data() + -(uintptr_t)copy.data() % CACHE_LINE / sizeof(float);
+  for (int64_t m = 0; m < x.count; m++) std::memcpy(rows + m * stride, x.row(m), inputs * sizeof(float));
+  return {rows, stride, x.count};
+}
+
 // Columns [first, last) of y for one matrix. Blocks are sized so that the rows of x in use stay in the L1 cache and the
 // rows of W, used again for each of them, in the L2 cache; x is processed in chunks that fit the last-level cache.
 template <typename V> static void columns(const Rows& x, const Matrix<V>& w, const Output& y, int64_t first, int64_t last) {
 #if TILES
-  if constexpr (std::is_same_v<V, bf16> || std::is_same_v<V, Int8<bf16>>)
-    if (w.inputs >= TILE_DEPTH && tiles_ready()) return tile_columns(x, w, y, first, last);
+  if constexpr (std::is_same_v<typename Reader<V>::Model, bf16>)
+    if (in_product_tiles<bf16>(w.inputs))
+      return over_tiled_rows<bf16>(x, w.inputs, [&](const Rows& rows, int64_t top) { tile_columns(rows, w, y.at(top, 0), first, last); });
 #endif
   using Wide = Widened<typename Reader<V>::Model>;
   const bool widen = WIDENS<V> && x.count >= WIDENED_ROWS<V> && w.inputs % (2 * LANES) == 0;
@@ -420,13 +471,15 @@ template <typename V> static void columns(const Rows& x, const Matrix<V>& w, con
   const int64_t C = widen ? COLUMNS<Wide> : COLUMNS<V>;
   const int64_t wanted = (widen && PAIRS ? CACHED_BYTES / 8 : CACHED_BYTES) / (w.inputs * int64_t(widen ? sizeof(Wide) : sizeof(V))) / C * C;
   const int64_t column_block = x.count == 1 ? last - first : std::clamp<int64_t>(wanted, C, MOST_STRIPS * C);
+  // Products of other dtypes were no faster.
+  const bool copies = std::is_same_v<V, float> && x.stride % SAME_SET == 0 && x.count > ROWS_OF_A_SET && last - first >= COPYING_COLUMNS;
   for (int64_t top = 0; top < x.count; top += chunk) {
-    const int64_t bottom = std::min(top + chunk, x.count);
+    const Rows given = x.part(top, std::min(chunk, x.count - top)), rows = copies ? apart(given, w.inputs) : given;
     for (int64_t n = first; n < last; n += column_block) {
       const int64_t count = std::min(column_block, last - n);
       const auto over_rows = [&](const auto& block, const V* next) {
-        for (int64_t m = top; m < bottom; m += row_block, next = nullptr)
-          strips(x.part(m, std::min(row_block, bottom - m)), block, y.at(m, n), count, next, w.inputs * int64_t(sizeof(V)));
+        for (int64_t m = 0; m < rows.count; m += row_block, next = nullptr)
+          strips(rows.part(m, std::min(row_block, rows.count - m)), block, y.at(top + m, n), count, next, w.inputs * int64_t(sizeof(V)));
       };
       if constexpr (WIDENS<V>)
         if (widen) {
@@ -456,15 +509,17 @@ template <typename T> static inline Grain product_grain() {
 
 // Columns [first, last) of y [rows, outputs] = x [rows, inputs] · Wᵀ + bias.  T: the model's dtype.
 template <typename T> static void linear(const Linear& l, const Rows& x, const Output& y, int64_t first, int64_t last) {
-  int64_t offset = 0;
-  for (int i = 0; i < l.parts; i++) {
-    const int64_t from = std::max<int64_t>(first - offset, 0), to = std::min(last - offset, l.rows[i]);
-    if (from < to && l.scale[i])
-      columns(x, Matrix<Int8<T>>{(const Int8<T>*)l.weight[i], l.bias[i], l.scale[i], l.inputs, l.groups}, y.at(0, offset), from, to);
-    else if (from < to)
-      columns(x, Matrix<T>{(const T*)l.weight[i], l.bias[i], nullptr, l.inputs, 1}, y.at(0, offset), from, to);
-    offset += l.rows[i];
-  }
+  over_tiled_rows<T>(x, l.inputs, [&](const Rows& rows, int64_t top) {
+    int64_t offset = 0;
+    for (int i = 0; i < l.parts; i++) {
+      const int64_t from = std::max<int64_t>(first - offset, 0), to = std::min(last - offset, l.rows[i]);
+      if (from < to && l.scale[i])
+        columns(rows, Matrix<Int8<T>>{(const Int8<T>*)l.weight[i], l.bias[i], l.scale[i], l.inputs, l.groups}, y.at(top, offset), from, to);
+      else if (from < to)
+        columns(rows, Matrix<T>{(const T*)l.weight[i], l.bias[i], nullptr, l.inputs, 1}, y.at(top, offset), from, to);
+      offset += l.rows[i];
+    }
+  });
 }
 
 // Rows [first, first + count) of a Linear that has one part, without its bias.
@@ -484,7 +539,7 @@ template <typename T> static void lora_a(const Linear& l, const Rows& x, float* 
     const int64_t first = std::max<int64_t>(mine.first - i * x.count, 0), last = std::min(mine.last - i * x.count, x.count);
     if (first >= last) continue;
     float* out = ax + delta.offset * x.count + first * delta.rank;
-    columns(x.part(first, last - first), Matrix<T>{(const T*)delta.a, nullptr, nullptr, l.inputs, 1}, {Output::STORE, out, delta.rank}, 0, delta.rank);
+    columns(Rows{x.row(first), x.stride, last - first}, Matrix<T>{(const T*)delta.a, nullptr, nullptr, l.inputs, 1}, {Output::STORE, out, delta.rank}, 0, delta.rank);
     for (int64_t m = 0; m < last - first; m++) Reader<T>::Layout::arrange(out + m * delta.rank, delta.rank);
   }
 }
