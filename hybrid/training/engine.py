@@ -128,6 +128,8 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         self._group = InferenceGroup(self._planner.in_use.tp_size, group=mpu_group)
         sharing = SequenceParallel(sequence_parallel_size) if sequence_parallel_size > 1 else None
         self._sequence_parallel = sharing
+        if sharing is not None:
+            self.seq_parallel_group = sharing.group.group  # of DeepSpeed's get_sequence_parallel_group()
         if self._rollout_settings.wait_timeout_s is not None and world_size() > 1:
             shared = (None, self._group.group, self._group.tensor.group, getattr(self._exchange, "group", None))
             if sharing is not None:
@@ -778,6 +780,10 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         with rows that have no completion token. The first call with "packed" compares it with "model" on four short
         rows; `coverage()` reports the result.
 
+        With `sequence_parallel_size: n`, n neighbouring ranks must give the same rows, and compute the same loss of the
+        logprobs, which each of them gets: each computes 1/n of the tokens. Without gradients (`torch.no_grad()`) ranks
+        give rows of their own. `token_losses` and `values` are the same.
+
         Args:
             batch: a rollout's batch; or token ids, [rows, tokens], padded on either or both sides.
             attention_mask: of token ids, [rows, tokens], 1 for tokens.
@@ -802,8 +808,9 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
             RuntimeError: in eval mode.
             TypeError: for a batch of another type.
             ValueError: for shapes, dtypes or numbers that do not fit, another `forward`, and dropout with "packed" or
-                "exact".
-            NotImplementedError: for "exact" without a fused decoder, or where "packed" runs as "model".
+                "exact"; on every rank for different rows on ranks that share them.
+            NotImplementedError: for "exact" without a fused decoder, or where "packed" runs as "model"; with
+                `sequence_parallel_size` above 1 for all but "packed".
         """
         if self._in_eval:
             raise RuntimeError("logps: the engine is in eval mode; call train() first, or score() for no gradients")

@@ -69,12 +69,12 @@ def invalid_sharing(info: ModelInfo, size: int) -> Iterator[InvalidSetting]:
     key, kind = "sequence_parallel_size", type(info.base).__name__
     recurrent = f"{kind} has recurrent layers, which run a row's tokens in their order; use 1"
     yield unsupported(info.is_recurrent, key, size, recurrent)
+    models = [module for module in info.model.modules() if has_attention_interface(module)]
     plain = f"the attention of {kind} does not go through transformers' AttentionInterface; use 1"
-    yield unsupported(not has_attention_interface(info.model), key, size, plain)
+    yield unsupported(not models, key, size, plain)
     experts = "DeepSpeed's MoE layers drop tokens by how many a rank has; use 1"
     yield unsupported(bool(expert_layers(info.model)), key, size, experts)
-    config = getattr(info.model, "config", None)
-    heads = getattr(config and config.get_text_config(), "num_attention_heads", None)
+    heads = getattr(models[0].config.get_text_config(), "num_attention_heads", None)
     indivisible = isinstance(heads, int) and heads % size > 0
     yield InvalidSetting(indivisible, key, size, f"it must divide the {heads} attention heads of {kind}")
 

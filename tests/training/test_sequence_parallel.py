@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hybrid
+from rlhf_examples.common.models import LoRA, ValueModel
 from tests.engines import engine_of, settings
 from tests.marks import slow_but
 from tests.rank_pool import pool_of
@@ -130,7 +131,8 @@ def test_four_ranks_train_as_one_or_two(four_ranks, kind, stage, size):
 def check_values(lora: bool, stage: int) -> None:
     """A critic's values and their gradients; rows are shared as a policy's."""
     model = classifier("llama")
-    engines = pair_of(with_peft(model, modules_to_save=["score"]) if lora else model, stage, 2)
+    model = ValueModel(LoRA(4, 8, "all-linear").apply(model, "SEQ_CLS") if lora else model)
+    engines = pair_of(model, stage, 2)
     for step in range(2):
         ids, mask, completion_mask = grouped_rows(step)
         values, grads = [], []
@@ -203,10 +205,10 @@ def check_an_iteration(tp_size: int, folder: str) -> None:
     for value, wanted in zip(*reversed(batches), strict=True):
         torch.testing.assert_close(value, wanted, atol=0, rtol=0)
     torch.testing.assert_close(logps, batch.old_per_token_logps, atol=2e-5, rtol=0)
-    of_ranks: list = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, batch)
-    rows = hybrid.RolloutBatch.cat(of_ranks)
+    of_ranks: list = [None, None]
     engine = engines[1]
+    dist.all_gather_object(of_ranks, batch, group=engine.get_sequence_parallel_group())
+    rows = hybrid.RolloutBatch.cat(of_ranks)
     engine.backward(engine.logps(rows).per_token_logps.mean())
     engine.step()
     assert engine.weight_version == 1
