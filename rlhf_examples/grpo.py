@@ -91,7 +91,7 @@ def load_actor(args: GRPOArguments, num_rollouts: int = 1) -> Actor:
     iteration, each with an update.
     """
     total_steps = args.num_iterations * num_rollouts * args.num_grpo_iterations * args.num_mini_batches
-    actor = Actor.load(args, total_steps, needs_reference=args.beta > 0)
+    actor = Actor.load(args, total_steps, args.beta > 0, sequence_parallel_size=args.sequence_parallel_size)
     if args.use_adaptive_entropy:
         bounds = args.entropy_coef_min, args.entropy_coef_max
         actor.entropy_controller = AdaptiveEntropyController(
@@ -270,11 +270,12 @@ def group_statistics(rewards: torch.Tensor, num_generations: int) -> dict[str, t
 
 def update(actor: Actor, experience: Experience, iteration: int, args: GRPOArguments) -> Metrics:
     """`num_grpo_iterations` passes over the experience of all ranks; returns metrics of all ranks."""
-    steps = optimizer_steps(experience, args.num_grpo_iterations, iteration, args)
+    sharing = args.sequence_parallel_size
+    steps = optimizer_steps(experience, args.num_grpo_iterations, iteration, args, sharing)
     numerics = Numerics(actor.policy, experience, steps[0], args.numerics_control_rows, args)
     losses, grad_norms, forward = [], [], (args.temperature, args.training_forward)
     controller, generator = actor.entropy_controller, torch.Generator()
-    generator.manual_seed(sampling_seed(args.seed, iteration) * 1009 + dist.get_rank())
+    generator.manual_seed(sampling_seed(args.seed, iteration) * 1009 + dist.get_rank() // sharing)
     for step in steps:
         entropy_coef = args.entropy_coef if controller is None else controller.value
         mask = experience.mask[step.rows]

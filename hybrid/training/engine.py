@@ -50,10 +50,11 @@ from hybrid.serving.server import Server
 from hybrid.training.builder import Builder
 from hybrid.training.deepspeed_api import DeepSpeedMethods
 from hybrid.training.inference_runtime import InferenceRuntime
-from hybrid.training.invalid_settings import invalid_attention, invalid_for_model
+from hybrid.training.invalid_settings import invalid_attention, invalid_for_model, invalid_sharing
 from hybrid.training.logps import FORWARDS, Logps, TokenLoss, TokenLosses, TrainingForwards
 from hybrid.training.memory_plan import MemoryPlan, MemoryPlanner
 from hybrid.training.packed_forwards import target_tokens
+from hybrid.training.sequence_parallel import SequenceParallel
 from hybrid.training.values import VALUE_FORWARDS, ValueForwards
 from hybrid.training.weight_changes import WeightChanges
 from hybrid.weights.export import save_pretrained
@@ -77,11 +78,20 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
     rank.
     """
 
-    def __init__(self, args: Any, model: nn.Module, *, blocks: tuple[HybridEngineConfig, RolloutConfig], **kwargs: Any):
+    def __init__(
+        self,
+        args: Any,
+        model: nn.Module,
+        *,
+        blocks: tuple[HybridEngineConfig, RolloutConfig],
+        sequence_parallel_size: int = 1,
+        **kwargs: Any,
+    ):
         self.call_lock = CallLock()
         # Read again below: DeepSpeed casts the model, and a decoder's constants depend on the dtype (Gemma).
         info = ModelInfo(generating_part(model))
         check_settings(invalid_for_model(info, *blocks))
+        check_settings(invalid_sharing(info, sequence_parallel_size))
         mpu_group = group_of_mpu(kwargs.get("mpu"), blocks[0].inference_tp_size)
         super().__init__(args, model, **kwargs)
         self.call_lock.device = self.device
@@ -117,8 +127,14 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         offloads = self._rollout_settings.offload_states
         self._exchange = exchange_tokens(expert_layers(self._policy))
         self._group = InferenceGroup(self._planner.in_use.tp_size, group=mpu_group)
+        sharing = SequenceParallel(sequence_parallel_size) if sequence_parallel_size > 1 else None
+        self._sequence_parallel = sharing
+        if sharing is not None:
+            self.seq_parallel_group = sharing.group.group  # of DeepSpeed's get_sequence_parallel_group()
         if self._rollout_settings.wait_timeout_s is not None and world_size() > 1:
             shared = (None, self._group.group, self._group.tensor.group, getattr(self._exchange, "group", None))
+            if sharing is not None:
+                shared += (sharing.group.group,)
             groups = (*shared, *partition_groups(self.module.parameters()))
             limit_waits(groups, self._rollout_settings.wait_timeout_s)
         self._runtime = InferenceRuntime(
@@ -142,8 +158,9 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
             any_rank=lambda flag: any_rank([flag], self.device)[0],
             modules=tree.listed,
             score_with_layer_inputs=self._score_with_layer_inputs,
+            ranks=sharing,
         )
-        self._value_forwards = ValueForwards(self, self.module, self._forwards.any_rank, tree.listed)
+        self._value_forwards = ValueForwards(self, self.module, self._forwards.any_rank, tree.listed, sharing)
         self._patches = [GeneratePatch(self._policy, self.generate)] if self._builder.info.can_generate else []
         if isinstance(head := getattr(self.module, "score", None), nn.Module):
             # A sequence classifier's head: TRL's PPO trainer reads it through DeepSpeed's engine.
@@ -349,6 +366,8 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
             self._runtime.release_weights()
             drop_global_references(self.module)
             self._group.close()
+            if self._sequence_parallel is not None:
+                self._sequence_parallel.group.close()
         super().destroy()
 
     @contextmanager
@@ -762,6 +781,10 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         with rows that have no completion token. The first call with "packed" compares it with "model" on four short
         rows; `coverage()` reports the result.
 
+        With `sequence_parallel_size: n`, n neighbouring ranks must give the same rows, and compute the same loss of the
+        logprobs, which each of them gets: each computes 1/n of the tokens. Without gradients (`torch.no_grad()`) ranks
+        give rows of their own. `token_losses` and `values` are the same.
+
         Args:
             batch: a rollout's batch; or token ids, [rows, tokens], padded on either or both sides.
             attention_mask: of token ids, [rows, tokens], 1 for tokens.
@@ -786,8 +809,9 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
             RuntimeError: in eval mode.
             TypeError: for a batch of another type.
             ValueError: for shapes, dtypes or numbers that do not fit, another `forward`, and dropout with "packed" or
-                "exact".
-            NotImplementedError: for "exact" without a fused decoder, or where "packed" runs as "model".
+                "exact"; on every rank for different rows on ranks that share them.
+            NotImplementedError: for "exact" without a fused decoder, or where "packed" runs as "model"; with
+                `sequence_parallel_size` above 1 for all but "packed".
         """
         if self._in_eval:
             raise RuntimeError("logps: the engine is in eval mode; call train() first, or score() for no gradients")

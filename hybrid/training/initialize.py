@@ -19,9 +19,15 @@ from deepspeed.utils import log_dist
 from hybrid.config import HybridEngineConfig, check_settings, load_config, read_blocks
 from hybrid.kernels import has_fast_bfloat16
 from hybrid.runtime.extension_lock import extension_lock_reported
-from hybrid.runtime.parallel import rank
+from hybrid.runtime.parallel import rank, world_size
 from hybrid.training.engine import HybridEngine
-from hybrid.training.invalid_settings import invalid_blocks, invalid_dtypes, invalid_training, is_cast
+from hybrid.training.invalid_settings import (
+    invalid_blocks,
+    invalid_dtypes,
+    invalid_sequence_parallel,
+    invalid_training,
+    is_cast,
+)
 from hybrid.weights.offload import require_movable
 
 # Environment variables that torchrun, deepspeed, accelerate, MPI and Slurm set for a rank.
@@ -58,7 +64,8 @@ def initialize(
 
     Raises:
         ValueError: for an invalid setting, with key, value and what is allowed, before DeepSpeed partitions anything.
-        NotImplementedError: for a PipelineModule, and for tensor, pipeline or sequence parallel training, likewise.
+        NotImplementedError: for a PipelineModule, and for tensor or pipeline parallel training, likewise; and for
+            `sequence_parallel_size` with a model whose rows cannot be divided over ranks.
     """
     if model is None:
         raise ValueError("initialize: no model given")
@@ -98,8 +105,13 @@ def initialize(
             distributed_port=distributed_port,
             dist_init_required=dist_init_required,
         )
+        check_settings(invalid_sequence_parallel(settings, training_data))
+        sequence_parallel_size = settings.get("sequence_parallel_size", 1)
         mesh = make_mesh(settings, mesh_param)
-        deepspeed_config = DeepSpeedConfig(settings, mpu, mesh_device=mesh)
+        sizes = mpu
+        if "sequence_parallel_size" in settings:
+            sizes = DataParallelSize(world_size() // sequence_parallel_size)
+        deepspeed_config = DeepSpeedConfig(settings, sizes, mesh_device=mesh)
         blocks = (pinned_below_zero3(blocks[0], deepspeed_config.zero_config.stage), blocks[1])
         check_settings(invalid_blocks(*blocks))
         check_settings(invalid_dtypes(model, deepspeed_config))
@@ -109,7 +121,7 @@ def initialize(
         deepspeed.set_optimizer_flags(deepspeed_config, model)
         partition_other_dtypes(model, settings, deepspeed_config, mpu)
         arguments |= {"config": settings, "config_class": deepspeed_config, "mesh_device": mesh}
-        engine = HybridEngine(**arguments, blocks=blocks)
+        engine = HybridEngine(**arguments, blocks=blocks, sequence_parallel_size=sequence_parallel_size)
     finally:
         partition_parameters.restore_init_context()
     engine._configure_python_gc()
@@ -155,9 +167,28 @@ def partition_other_dtypes(model: torch.nn.Module, settings: dict[str, Any], con
         deepspeed.zero.Init(module=model, config_dict_or_path=settings, mpu=mpu)
 
 
+class DataParallelSize:
+    """An mpu from which DeepSpeed's configuration learns how many ranks have rows of their own: the batch size's
+    factor.
+
+    Without one DeepSpeed (0.19.8) divides the world size by `sequence_parallel_size`, and batch sizes are floats.
+    """
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def get_data_parallel_world_size(self) -> int:
+        """Return the number of groups of ranks that share their rows."""
+        return self.size
+
+
 def make_mesh(settings: dict[str, Any], mesh_param: Any) -> Any:
-    """DeepSpeed's device mesh [data parallel, sequence parallel] if one is configured, else None."""
-    if not mesh_param and "sequence_parallel_size" in settings and "data_parallel_size" in settings:
+    """DeepSpeed's device mesh [data parallel, sequence parallel] if one is configured, else None.
+
+    Ranks that share sequences are none of DeepSpeed's: with a mesh it would reduce gradients among data parallel ranks
+    alone (0.19.8).
+    """
+    if not mesh_param and settings.get("sequence_parallel_size") == 1 and "data_parallel_size" in settings:
         mesh_param = (settings["data_parallel_size"], settings["sequence_parallel_size"])
     return comm.initialize_mesh_device(mesh_param, ("data_parallel", "sequence_parallel")) if mesh_param else None
 

@@ -1,6 +1,6 @@
 """The training engine's table of invalid settings: they contradict each other, the model, the ranks or the device.
 
-Rows are checked in five places, as soon as what they need is known; each yields its rows in the order of the checks.
+Rows are checked in seven places, as soon as what they need is known; each yields its rows in the order of the checks.
 """
 
 from collections.abc import Iterator
@@ -12,10 +12,12 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from hybrid.config import HybridEngineConfig, InvalidSetting, RolloutConfig, unsupported
 from hybrid.decoders.attention_choice import choose_attention
+from hybrid.execution.deepspeed_moe import expert_layers
 from hybrid.generation.routing import routers_of
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.modules import ignored_adapters
 from hybrid.runtime.parallel import world_size
+from hybrid.training.packed_forwards import has_attention_interface
 from hybrid.weights.slices import require_divisible
 
 # Methods of an `mpu` that return the size of a model or sequence parallel group.
@@ -25,24 +27,56 @@ MODEL_PARALLEL_SIZES = (
     "get_pipeline_model_parallel_world_size",
     "get_sequence_parallel_world_size",
 )
+SEQUENCE_SIZE = "mpu.get_sequence_parallel_world_size()"
 TP_SIZE, GRAPHS = "hybrid_engine.inference_tp_size", "hybrid_engine.enable_cuda_graph"
 
 
 def invalid_training(settings: dict[str, Any], mpu: Any, mesh_param: Any) -> Iterator[InvalidSetting]:
-    """Yield the rows of DeepSpeed's own settings: each rank of ZeRO must train the whole model on its own rows."""
-    sizes = {
-        "tensor_parallel.autotp_size": (settings.get("tensor_parallel") or {}).get("autotp_size"),
-        "sequence_parallel_size": settings.get("sequence_parallel_size"),
-        "mesh_param[1] (sequence parallel ranks)": mesh_param[1] if mesh_param else None,
-    }
+    """Yield the rows of DeepSpeed's own settings: each rank of ZeRO must train the whole model."""
+    sizes = {"tensor_parallel.autotp_size": (settings.get("tensor_parallel") or {}).get("autotp_size")}
     sizes |= {f"mpu.{name}()": getattr(mpu, name)() for name in MODEL_PARALLEL_SIZES if hasattr(mpu, name)}
     instead = (
-        "tensor, pipeline and sequence parallel training are not available with the hybrid engine. Use 1, with ZeRO to "
+        "tensor and pipeline parallel training are not available with the hybrid engine. Use 1, with ZeRO to "
         "partition the model and hybrid_engine.inference_tp_size to share it during generation; or "
         "deepspeed.initialize without hybrid_engine"
     )
+    sequence = {SEQUENCE_SIZE: sizes.pop(SEQUENCE_SIZE, None), "mesh_param[1]": mesh_param[1] if mesh_param else None}
     for key, size in sizes.items():
         yield unsupported(size is not None and size > 1, key, size, instead)
+    for key, size in sequence.items():
+        in_config = "ranks share sequences by the configuration's key sequence_parallel_size; give it there alone"
+        yield unsupported(size is not None and size > 1, key, size, in_config)
+
+
+def invalid_sequence_parallel(settings: dict[str, Any], training_data: Any) -> Iterator[InvalidSetting]:
+    """Yield the rows of DeepSpeed's `sequence_parallel_size`. Expects the process group."""
+    key, ranks, of_data = "sequence_parallel_size", world_size(), settings.get("data_parallel_size")
+    size = settings.get(key, 1)
+    is_size = isinstance(size, int) and not isinstance(size, bool) and size >= 1
+    yield InvalidSetting(not is_size or ranks % size > 0, key, size, f"it must divide the world size, {ranks}")
+    product = f"times sequence_parallel_size, {size}, it must be the world size, {ranks}; leave it out"
+    yield InvalidSetting(size > 1 and of_data not in (None, ranks // size), "data_parallel_size", of_data, product)
+    own = f"with {key}={size} the ranks of a group need the same rows, and DeepSpeed's loader gives each rank its own"
+    yield InvalidSetting(
+        size > 1 and training_data is not None, "training_data", type(training_data).__name__, f"{own}; use your own"
+    )
+
+
+def invalid_sharing(info: ModelInfo, size: int) -> Iterator[InvalidSetting]:
+    """Yield the rows of `sequence_parallel_size` for a model: its packed rows must be divisible over ranks."""
+    if size == 1:
+        return
+    key, kind = "sequence_parallel_size", type(info.base).__name__
+    recurrent = f"{kind} has recurrent layers, which run a row's tokens in their order; use 1"
+    yield unsupported(info.is_recurrent, key, size, recurrent)
+    models = [module for module in info.model.modules() if has_attention_interface(module)]
+    plain = f"the attention of {kind} does not go through transformers' AttentionInterface; use 1"
+    yield unsupported(not models, key, size, plain)
+    experts = "DeepSpeed's MoE layers drop tokens by how many a rank has; use 1"
+    yield unsupported(bool(expert_layers(info.model)), key, size, experts)
+    heads = getattr(models[0].config.get_text_config(), "num_attention_heads", None)
+    indivisible = isinstance(heads, int) and heads % size > 0
+    yield InvalidSetting(indivisible, key, size, f"it must divide the {heads} attention heads of {kind}")
 
 
 def invalid_blocks(settings: HybridEngineConfig, rollout: RolloutConfig) -> Iterator[InvalidSetting]:

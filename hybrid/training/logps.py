@@ -26,6 +26,7 @@ from hybrid.training.packed_forwards import (
     TargetTokens,
     graph_within,
 )
+from hybrid.training.sequence_parallel import SequenceParallel
 from hybrid.weights.module_dicts import patched_attribute
 
 FORWARDS = ("model", "packed", "exact")
@@ -86,6 +87,7 @@ class TrainingForwards(PackedForwards):
         layers: its transformer layers.
         any_rank: as in PackedForwards.
         modules: likewise.
+        ranks: likewise.
         score_with_layer_inputs: the decoder's scores of (sequences, attention_mask, temperature), with its layer
             inputs; None: "exact" is not available.
     """
@@ -101,8 +103,9 @@ class TrainingForwards(PackedForwards):
         any_rank: Callable[[bool], bool] = bool,
         modules: Callable[[], list[nn.Module]] | None = None,
         score_with_layer_inputs: Callable[[torch.Tensor, torch.Tensor, float], LayerInputScores] | None = None,
+        ranks: SequenceParallel | None = None,
     ):
-        super().__init__(engine, module, model, any_rank, modules)
+        super().__init__(engine, module, model, any_rank, modules, ranks)
         self.layers, self.score_with_layer_inputs = layers, score_with_layer_inputs
         self.returns_tuple = [False for _ in layers]
 
@@ -183,12 +186,15 @@ class TrainingForwards(PackedForwards):
         min_shared: tokens of the shortest prefix that is computed once; None: `self.min_shared`.
         reasons: see `PackedAttention`.
         """
-        loss = None
-        targets = PackedTargets(rows, min_shared or self.min_shared, of_rows=token_loss is not None)
+        loss, ranks = None, self._sharing_ranks(rows, reasons is not None)
+        targets = PackedTargets(rows, min_shared or self.min_shared, token_loss is not None, ranks)
         if token_loss is not None:
-            loss = token_loss, targets.row, targets.column - rows.sequences.shape[1] + rows.width
-        attention = PackedAttention(targets.packed, reasons)
+            columns = targets.column - rows.sequences.shape[1] + rows.width
+            loss = token_loss, targets.own_pairs(targets.row), targets.own_pairs(columns)
+        attention = PackedAttention(targets.packed, reasons, ranks)
         experts = None if rows.router_indices is None else targets.packed.of_rows(rows.router_indices, NOT_ROUTED)
+        if experts is not None and ranks is not None:
+            experts = ranks.local(experts)
 
         @contextmanager
         def as_packed() -> Iterator[None]:
@@ -250,7 +256,7 @@ class TrainingForwards(PackedForwards):
 
         It runs inside the engine's forward, so that the engine's hooks are on the scores, whose gradients come back.
         """
-        packed, forward, output = targets.packed, self.module.forward, self.model.get_output_embeddings()
+        forward, output = self.module.forward, self.model.get_output_embeddings()
 
         def scores(**inputs: Any) -> tuple[torch.Tensor, ...]:
             with head_inputs(output) as received:
@@ -258,7 +264,7 @@ class TrainingForwards(PackedForwards):
             return head(received[0][0][targets.sources], output, targets.ids, self.model.config)
 
         with patched_attribute(self.module, "forward", scores):
-            ids, positions = packed.input_ids, packed.position_ids
+            ids, positions = targets.input_ids, targets.position_ids
             return self.engine(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False)
 
     def _replayed(self, experts: torch.Tensor | None) -> AbstractContextManager:

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AttentionInterface, PretrainedConfig
 
 from hybrid.training.packing import AttentionCall, PackedRows
+from hybrid.training.sequence_parallel import SequenceParallel
 
 
 class PackedAttention:
@@ -24,10 +25,13 @@ class PackedAttention:
         packed_rows: the packing.
         reasons: gets the reasons for which a call is no attention of packed rows, and the call returns zeros; None: the
             call raises.
+        ranks: the ranks that share the packed row, each with its own tokens; None: this rank has them all.
     """
 
-    def __init__(self, packed_rows: PackedRows, reasons: list[str] | None = None):
-        self.packed_rows, self.reasons = packed_rows, reasons
+    def __init__(
+        self, packed_rows: PackedRows, reasons: list[str] | None = None, ranks: SequenceParallel | None = None
+    ):
+        self.packed_rows, self.reasons, self.ranks = packed_rows, reasons, ranks
 
     def __call__(
         self,
@@ -42,7 +46,7 @@ class PackedAttention:
         s_aux: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Return the attention output, [1, tokens, heads, value dim].
+        """Return the attention output, [1, tokens, heads, value dim]; tokens are this rank's.
 
         Args:
             module: the attention module.
@@ -66,12 +70,17 @@ class PackedAttention:
             self.reasons.append(f"{type(module).__name__}: {reason}")
             return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], dim), None
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if self.ranks is not None:
+            query, key, value = self.ranks.to_heads((query, key, value))
+            s_aux = None if s_aux is None else self.ranks.local_heads(s_aux)
         if softcap is not None or query.device.type != "cpu":
             output = masked_attention(query, key, value, rows, scale, sliding_window, softcap, s_aux)
         else:
             # Multi-head latent attention has narrower values than keys; the kernel takes one width.
             value = F.pad(value, (0, query.shape[-1] - dim)) if dim < query.shape[-1] else value
             output = _FlashTree.apply(query, key, value, s_aux, rows, scale, sliding_window)[..., :dim]
+        if self.ranks is not None:
+            output = self.ranks.to_tokens(output)
         return output.transpose(1, 2).contiguous(), None  # as transformers' own: AFMoE views it (5.23)
 
     def _unsupported(
@@ -89,8 +98,11 @@ class PackedAttention:
             return "it is not causal"
         if kwargs.get("dropout"):
             return "it has dropout"
-        if {query.shape[2], key.shape[2]} != {self.packed_rows.num_tokens}:
+        ranks = 1 if self.ranks is None else self.ranks.size
+        if {query.shape[2] * ranks, key.shape[2] * ranks} != {self.packed_rows.num_tokens}:
             return "it sees other tokens than the model's"
+        if query.shape[1] % ranks:
+            return f"sequence_parallel_size={ranks} does not divide its {query.shape[1]} heads"
         return ""
 
 

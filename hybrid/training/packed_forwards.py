@@ -23,6 +23,7 @@ from hybrid.rollout import RolloutBatch, check_prompts
 from hybrid.runtime.inputs import as_ids, as_mask
 from hybrid.training.packed_attention import attention_configs
 from hybrid.training.packing import MIN_SHARED, pack_rows
+from hybrid.training.sequence_parallel import SequenceParallel
 
 ROWS_WITH_INPUTS = "rows with model_inputs, such as images, are not packed"
 TOLERANCE, HALF_TOLERANCE = 1e-4, 0.05  # of logprobs in nats: 16 bits have 3 digits, of logits of 10 and more
@@ -56,21 +57,38 @@ class PackedTargets:
         rows: the rows.
         min_shared: tokens of the shortest prefix that is packed once.
         of_rows: a pair for each wanted token of each row, for values that depend on the row too.
+        ranks: the ranks that share the packed row; None: this rank computes all tokens and pairs.
     """
 
-    def __init__(self, rows: TargetTokens, min_shared: int, of_rows: bool = False):
+    def __init__(
+        self, rows: TargetTokens, min_shared: int, of_rows: bool = False, ranks: SequenceParallel | None = None
+    ):
         self.packed = pack_rows(rows.sequences, rows.attention_mask, rows.wanted, min_shared)
-        self.wanted = rows.wanted
+        if ranks is not None:
+            self.packed = self.packed.divisible(ranks.size)
+        self.wanted, self.ranks = rows.wanted, ranks
         self.row, self.column = rows.wanted.nonzero(as_tuple=True)
         pairs = torch.stack([self.packed.index[self.row, self.column - 1], rows.sequences[self.row, self.column]])
         # int64 [pairs]: packed tokens, and the targets after them; and each wanted token's pair
         if of_rows:
-            (self.sources, self.ids), self.pair = pairs, torch.arange(pairs.shape[1], device=pairs.device)
-            return
-        (self.sources, self.ids), self.pair = pairs.unique(dim=1, return_inverse=True)
+            self.pair = torch.arange(pairs.shape[1], device=pairs.device)
+        else:
+            pairs, self.pair = pairs.unique(dim=1, return_inverse=True)
+        (self.sources, self.ids), self.num_pairs = pairs, pairs.shape[1]
+        self.input_ids, self.position_ids = self.packed.input_ids, self.packed.position_ids
+        if ranks is not None:  # tokens and pairs of this rank alone, and the pairs' places among all
+            self.places = (self.sources % ranks.size == ranks.index).nonzero()[:, 0]
+            self.sources, self.ids = self.sources[self.places] // ranks.size, self.ids[self.places]
+            self.input_ids, self.position_ids = ranks.local(self.input_ids), ranks.local(self.position_ids)
+
+    def own_pairs(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values of this rank's pairs, of those of all ranks', [pairs, ...]."""
+        return values if self.ranks is None else values[self.places]
 
     def in_rows(self, values: torch.Tensor) -> torch.Tensor:
         """Return values of the pairs, [pairs, ...], at the wanted tokens, [rows, columns, ...]; 0 elsewhere."""
+        if self.ranks is not None:
+            values = self.ranks.joined(values, self.places, self.num_pairs)
         rows = values.new_zeros(*self.wanted.shape, *values.shape[1:])
         return rows.index_put((self.row, self.column), values[self.pair])
 
@@ -89,6 +107,7 @@ class PackedForwards(ABC):
         any_rank: whether a bool is true on any rank that trains this model; a collective.
         modules: returns the module's submodules, the same list as long as none was added or removed: large models have
             thousands; None: lists them each time.
+        ranks: the ranks that share packed rows in forwards with gradients; None: each rank computes its own rows.
     """
 
     name: str  # of the engine's method, in messages
@@ -103,8 +122,10 @@ class PackedForwards(ABC):
         model: nn.Module,
         any_rank: Callable[[bool], bool] = bool,
         modules: Callable[[], list[nn.Module]] | None = None,
+        ranks: SequenceParallel | None = None,
     ):
         self.engine, self.module, self.model, self.any_rank = engine, module, model, any_rank
+        self.ranks = ranks
         self.modules = modules or (lambda: list(module.modules()))
         self.listed: list[nn.Module] | None = None
         self.configs: list[PretrainedConfig] = []
@@ -137,8 +158,13 @@ class PackedForwards(ABC):
 
         Raises:
             ValueError: if `forward` is not "model" and a module has dropout.
-            NotImplementedError: for "exact" without packed rows.
+            NotImplementedError: for "exact" without packed rows, and for all but "packed" with sequence parallelism.
         """
+        if self.ranks is not None and forward != "packed":
+            raise NotImplementedError(
+                f"{self.name}: forward={forward!r} is not available with sequence_parallel_size={self.ranks.size}, "
+                "which divides packed rows; give 'packed'"
+            )
         if forward == "model":
             return forward
         self._list_modules()
@@ -148,6 +174,11 @@ class PackedForwards(ABC):
             return forward
         if forward == "exact":
             raise NotImplementedError(f"{self.name}: forward='exact' is not available: {reason}; give 'model'")
+        if self.ranks is not None:
+            raise NotImplementedError(
+                f"{self.name}: not available with sequence_parallel_size={self.ranks.size}, which divides packed rows: "
+                f"{reason}; use 1"
+            )
         if not self.warned:
             self.warned = True
             warnings.warn(
@@ -155,6 +186,20 @@ class PackedForwards(ABC):
                 stacklevel=4,  # the caller of the engine's method
             )
         return "model"
+
+    def _sharing_ranks(self, rows: TargetTokens, compares: bool) -> SequenceParallel | None:
+        """Return the ranks that share these packed rows; None without gradients: each rank then computes its own rows.
+
+        compares: whether this is the comparison, which runs as training does.
+
+        Raises:
+            ValueError: on all ranks, if the ranks of a group have different rows.
+        """
+        if self.ranks is None or not (compares or torch.is_grad_enabled()):
+            return None
+        if not compares:
+            self.ranks.require_same((rows.sequences, rows.attention_mask, rows.wanted, rows.router_indices))
+        return self.ranks
 
     def _list_modules(self) -> None:
         """Note the modules with dropout and the attention's configurations, once for each list of modules."""
@@ -187,7 +232,7 @@ class PackedForwards(ABC):
 
     def static_reason(self) -> str:
         """Return a reason that needs no forward."""
-        if not getattr(hugging_face_model(self.model), "_supports_attention_backend", False):
+        if not has_attention_interface(self.model):
             return "the model's attention does not go through transformers' AttentionInterface"
         if any(map(has_virtual_tokens, self.module.modules())):
             return "a prompt encoder puts virtual tokens before each row"
@@ -225,6 +270,11 @@ class PackedForwards(ABC):
         if self.any_rank(not mixed < limit / 10):
             return f"a row's {self.compared} change by {mixed:.2g} {self.change} with another row's tokens"
         return ""
+
+
+def has_attention_interface(model: nn.Module) -> bool:
+    """Whether a model's attention goes through transformers' `AttentionInterface`."""
+    return getattr(hugging_face_model(model), "_supports_attention_backend", False)
 
 
 def target_tokens(

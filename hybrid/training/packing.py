@@ -5,11 +5,12 @@ the tokens of its own segment before it, and all tokens of the segments above.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from hybrid.generation.shared_prefixes import common_tokens
 
@@ -69,6 +70,21 @@ class PackedRows:
     def num_tokens(self) -> int:
         """The number of packed tokens."""
         return self.input_ids.shape[1]
+
+    def divisible(self, ranks: int) -> "PackedRows":
+        """Return the rows with tokens of no row at the end, so that each of `ranks` ranks gets equally many tokens.
+
+        Each rank gets one of them at least, at the greatest position: rotary embeddings that are scaled by it (dynamic,
+        LongRoPE) are then the same on every rank.
+        """
+        start, more = self.num_tokens, ranks + -self.num_tokens % ranks
+        return replace(
+            self,
+            input_ids=F.pad(self.input_ids, (0, more)),
+            position_ids=torch.cat([self.position_ids, self.position_ids.amax().expand(1, more)], dim=1),
+            segments=(*self.segments, Segment(start, start + more, start + more, 0)),
+            _calls={},
+        )
 
     def of_rows(self, values: torch.Tensor, fill: int) -> torch.Tensor:
         """Return values of rows' tokens, [rows, columns, ...], for the packed tokens, [1, tokens, ...]; `fill` for a

@@ -16,6 +16,7 @@ from hybrid.generation.scoring import padded_forward
 from hybrid.models.modules import hugging_face_model
 from hybrid.training.packed_attention import PackedAttention, attention_replaced
 from hybrid.training.packed_forwards import PackedForwards, PackedTargets, TargetTokens, graph_within
+from hybrid.training.sequence_parallel import SequenceParallel
 
 VALUE_FORWARDS = ("model", "packed")
 
@@ -34,8 +35,9 @@ class ValueForwards(PackedForwards):
         module: nn.Module,
         any_rank: Callable[[bool], bool] = bool,
         modules: Callable[[], list[nn.Module]] | None = None,
+        ranks: SequenceParallel | None = None,
     ):
-        super().__init__(engine, module, classifier_of(module), any_rank, modules)
+        super().__init__(engine, module, classifier_of(module), any_rank, modules, ranks)
 
     def values(self, rows: TargetTokens, forward: str) -> torch.Tensor:
         """Return the value of the state before each wanted token, float32 [rows, width], 0 elsewhere.
@@ -73,20 +75,21 @@ class ValueForwards(PackedForwards):
         min_shared: tokens of the shortest prefix that is computed once; None: `self.min_shared`.
         reasons: see `PackedAttention`.
         """
-        targets = PackedTargets(rows, min_shared or self.min_shared)
+        ranks = self._sharing_ranks(rows, reasons is not None)
+        targets = PackedTargets(rows, min_shared or self.min_shared, ranks=ranks)
         head = require_value_head(self.module)
 
         def run() -> tuple[torch.Tensor]:
             with recorded_head(head, of_head) as recorded:
                 self.engine(
-                    input_ids=targets.packed.input_ids,
-                    position_ids=targets.packed.position_ids,
+                    input_ids=targets.input_ids,
+                    position_ids=targets.position_ids,
                     attention_mask=None,
                     use_cache=False,
                 )
             return (recorded[0][0, targets.sources],)
 
-        attention = PackedAttention(targets.packed, reasons)
+        attention = PackedAttention(targets.packed, reasons, ranks)
         (values,) = graph_within(run, partial(attention_replaced, self.configs, attention))
         return targets.in_rows(values)
 

@@ -47,15 +47,20 @@ class Actor(Trained):
 
     @classmethod
     def load(
-        cls, args: RolloutArguments, total_steps: int, needs_reference: bool, kind: Any = AutoModelForCausalLM
+        cls,
+        args: RolloutArguments,
+        total_steps: int,
+        needs_reference: bool,
+        kind: Any = AutoModelForCausalLM,
+        **settings: Any,
     ) -> "Actor":
         """Load everything from `args.actor_model_name_or_path`.  total_steps: optimizer steps of the run.  kind: as in
-        `load_policy`.
+        `load_policy`.  settings: more keys of the engine's configuration.
         """
         name = args.actor_model_name_or_path
         require_model("actor_model_name_or_path", name)
         training = Training.from_args(args, "actor_", args.per_device_training_batch_size, total_steps)
-        blocks = rollout_config(args)
+        blocks = {**rollout_config(args), **settings}
         engine, reference = load_policy_and_reference(name, args, training, needs_reference, kind, **blocks)
         return cls.of(engine, args, reference=reference, needs_reference=needs_reference)
 

@@ -423,6 +423,9 @@ class GRPOArguments(RolloutArguments):
     output_dir: str = arg("runs/grpo", "directory for logs, checkpoints and the trained policy")
     num_generations: AtLeastTwo = arg(8, "completions per prompt")
     num_grpo_iterations: Size = arg(1, "passes over a rollout")
+    sequence_parallel_size: Size = arg(
+        1, "ranks that train on the same completions, each on its share of the tokens: for long ones; divides the ranks"
+    )
     loss_type: LossType = arg(
         "dapo",
         "the clipped surrogate, with a normalization of the sum over tokens (grpo, dr_grpo, dapo, bnpo, luspo), or "
@@ -502,6 +505,11 @@ class GRPOArguments(RolloutArguments):
         yield from refused_losses(self)
         yield from refused_advantages(self)
         Within(0, self.max_answer_seq_len).check("soft_punish_cache", self.soft_punish_cache)
+        yield (
+            self.sequence_parallel_size > 1 and self.training_forward != "packed",
+            f"sequence_parallel_size: {self.sequence_parallel_size} given with training_forward: "
+            f"{self.training_forward!r}; ranks share packed rows: use 'packed', or 1",
+        )
         given, min_size = self.over_sampling_batch_size, self.per_device_generation_batch_size
         yield (
             given and not self.partial_rollout,

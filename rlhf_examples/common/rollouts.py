@@ -81,11 +81,13 @@ class OptimizerStep:
 
     micro_batch_rows: this rank's micro batches as indices into `rows`; the last ones may be empty.
     min_rows: the smallest first micro batch of any rank.
+    ranks: ranks with micro batches of their own.
     """
 
     rows: torch.Tensor
     micro_batch_rows: list[list[int]]
     min_rows: int
+    ranks: int
 
     def micro_batches(self, experience: AnyExperience) -> Iterator[AnyExperience]:
         """The rows of each micro batch. An empty one gets one fully masked row: under ZeRO every rank must run
@@ -102,7 +104,7 @@ class OptimizerStep:
             sequences=sequences,
             tokens=tokens,
             max_completion_length=max_length,
-            micro_batches=dist.get_world_size() * len(self.micro_batch_rows),
+            micro_batches=self.ranks * len(self.micro_batch_rows),
         )
 
 
@@ -185,16 +187,20 @@ def decode_completions(tokenizer: PreTrainedTokenizerBase, batch: hybrid.Rollout
     return tokenizer.batch_decode(rows, skip_special_tokens=True)
 
 
-def optimizer_steps(experience: Experience, passes: int, iteration: int, args: RolloutArguments) -> list[OptimizerStep]:
+def optimizer_steps(
+    experience: Experience, passes: int, iteration: int, args: RolloutArguments, sequence_parallel_size: int = 1
+) -> list[OptimizerStep]:
     """Every optimizer step of an update: `num_mini_batches` for each pass. A step's rows depend on seed and iteration
     only, and the steps of a pass differ by at most one row. Rows with equal prompts come in one step, or in two
     adjacent ones.
 
     Micro batches have about equally many tokens with `max_tokens_per_batch`, else about equally many rows; rows with
     equal prompts come in one where that does not make it larger than the others.
+    sequence_parallel_size: consecutive ranks with the same micro batches.
     Raises ValueError if there are fewer rows than steps, or if a row is longer than `max_tokens_per_batch`.
     """
-    ranks, rank, rows_of_all = dist.get_world_size(), dist.get_rank(), RowSizes.of(experience, args)
+    ranks, rank = dist.get_world_size() // sequence_parallel_size, dist.get_rank() // sequence_parallel_size
+    rows_of_all = RowSizes.of(experience, args)
     count = len(rows_of_all.groups)
     if count < args.num_mini_batches:
         raise ValueError(
@@ -209,7 +215,7 @@ def optimizer_steps(experience: Experience, passes: int, iteration: int, args: R
         order.sort(key=lambda row: first[rows_of_all.groups[row]])
         for rows in torch.tensor(order).tensor_split(args.num_mini_batches):
             batches = micro_batches(rows_of_all.take(rows.tolist()), ranks, args)
-            steps.append(OptimizerStep(rows, batches[rank::ranks], min(map(len, batches[:ranks]))))
+            steps.append(OptimizerStep(rows, batches[rank::ranks], min(map(len, batches[:ranks])), ranks))
     return steps
 
 

@@ -86,6 +86,15 @@ def test_metrics_with_batch_settings_do_not_depend_on_ranks_and_zero_stage(
     require_equal(two_ranks, single_rank, ROUNDING)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["grpo", "agent"])
+def test_metrics_do_not_depend_on_how_many_ranks_share_a_sequence(script, alone, ranks, small, tmp_path):
+    settings = {"beta": 0.1, "importance_sampling_correction": True}
+    single_rank = curves(alone, script, 0, small, tmp_path / "one", **settings)
+    two_ranks = curves(ranks, script, 3, small, tmp_path / "two", **settings, sequence_parallel_size=2)
+    require_equal(two_ranks, single_rank, ROUNDING)
+
+
 def test_early_stop_kl_ends_an_update(alone, small, tmp_path):
     (first, *_) = curves(alone, "ppo", 0, small, tmp_path / "early", early_stop_kl=1e-9, actor_learning_rate=1e-2)
     (full, *_) = curves(alone, "ppo", 0, small, tmp_path / "whole", early_stop_kl=1e9, actor_learning_rate=1e-2)

@@ -1,4 +1,4 @@
-"""Model- and sequence-parallel training raises before anything is built."""
+"""Model-parallel training, and DeepSpeed's own groups of sequence parallel ranks, raise before anything is built."""
 
 import pytest
 import torch
@@ -21,10 +21,9 @@ class Mpu:
 
 INVALID = {
     "AutoTP": ({"tensor_parallel": {"autotp_size": 2}}, {}, r"tensor_parallel.autotp_size: 2 given"),
-    "Ulysses": ({"sequence_parallel_size": 2}, {}, "sequence_parallel_size: 2 given"),
-    "a mesh": ({}, {"mesh_param": (1, 2)}, r"mesh_param\[1\].*: 2 given"),
+    "a mesh": ({}, {"mesh_param": (1, 2)}, r"mesh_param\[1\]: 2 given; .* key sequence_parallel_size; give it there"),
     "Megatron": ({}, {"mpu": Mpu(data_parallel=1, model_parallel=2)}, r"mpu.get_model_parallel_world_size\(\): 2"),
-    "Ulysses' mpu": ({}, {"mpu": Mpu(sequence_parallel=2)}, r"mpu.get_sequence_parallel_world_size\(\): 2 given"),
+    "Ulysses' mpu": ({}, {"mpu": Mpu(sequence_parallel=2)}, r"sequence_parallel_world_size\(\): 2 given; .* key"),
 }
 
 
@@ -80,5 +79,5 @@ def test_an_mpus_model_parallel_group_shares_inference(ranks):
 
 
 @pytest.mark.parametrize("name", INVALID)
-def test_training_with_model_or_sequence_parallelism_raises(ranks, name):
+def test_training_with_others_groups_raises(ranks, name):
     ranks.run(check_raises, name)
