@@ -99,7 +99,7 @@ class UnfinishedRows:
         limits: int64 [rows], the most new tokens.
         groups: int64 [rows], equal for generations of one prompt.
         row_index: int64 [rows], which row of the stopped call each is.
-        sampling_mask: int64 [rows, n], as in RolloutBatch; None: not known, and then the resumed call's batch has none.
+        sampling_mask: int64 [rows, n], as in RolloutBatch; None: not known, and the resumed call's batch has none.
     """
 
     prompt_ids: torch.Tensor
@@ -164,7 +164,7 @@ class RolloutBatch:
             sampling does not run through the model. Otherwise None. Of tokens before `resume` those of the new weights.
         sampling_keys: int64 [rows], of seed, prompt and sample. By its key, prompt, weights and settings a row can be
             drawn again with `rollout(resume=...)`, from any of its tokens on. None in rows of sessions.
-        sampling_mask: int64 [rows, completion_len], the tokens that top_k, top_p and min_p kept, for `engine.logps`: the
+        sampling_mask: int64 [rows, completion_len], which tokens top_k, top_p and min_p kept, for `engine.logps`: the
             id of the least probable one besides the sampled token; the sampled token's own id: it was the only one; -1:
             all of the vocabulary, or masked. None if nothing was truncated, in rows of sessions, and where the scores
             that were truncated are not the model's: repetition_penalty, min_new_tokens, tokens that are not drawn.

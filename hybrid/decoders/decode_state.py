@@ -37,7 +37,8 @@ class DecodeState:
         self.positions, self.lengths, self.finished, self.steps = zeros(4, capacity, dtype=torch.int32).unbind()
         self.block_tables = zeros(capacity, -(-tokens // BLOCK_SIZE), dtype=torch.int32)
         self.cu_seqlens = torch.arange(capacity + 1, dtype=torch.int32, device=device)
-        self.tokens, self.logps = zeros(MAX_STEPS, capacity), zeros(len(PER_TOKEN), MAX_STEPS, capacity, dtype=torch.float32)
+        self.tokens = zeros(MAX_STEPS, capacity)
+        self.logps = zeros(len(PER_TOKEN), MAX_STEPS, capacity, dtype=torch.float32)
         self.logits = zeros(capacity, vocab_size, dtype=torch.float32)
         self.values = zeros(capacity, 6, dtype=torch.float32)
         self.stop_token_ids: dict[int, torch.Tensor] = {}  # by their number

@@ -290,9 +290,9 @@ def batch_of(request: Request, done: Completions, sequences: list[Sequence], wei
     assert done.sampling_logps is not None and done.old_logps is not None and done.raw_logps is not None, "no logprobs"
     sampling_mask = None
     if done.sampling_mask is not None and request.keeps_sampling_mask:
-        mask = done.sampling_mask.masked_fill(sampled == 0, NOT_TRUNCATED)
-        is_known = request.partial is None or not mask.isnan().any()
-        sampling_mask = mask.long() if is_known else None
+        edges = done.sampling_mask.masked_fill(sampled == 0, NOT_TRUNCATED)
+        is_known = request.partial is None or not edges.isnan().any()
+        sampling_mask = edges.long() if is_known else None
     return RolloutBatch(
         prompt_ids=request.prompt_ids,
         prompt_mask=prompt_mask,

@@ -12,7 +12,8 @@ from hybrid.kernels import require_contiguous
 ROWS = 64  # sequences per program
 # Arguments that differ from batch to batch and must not cause a recompilation.
 VARYING = ("count", "num_stops", "capacity", "table_stride")
-DRAWN = ("sampling_logps", "old_logps", "raw_logps", "sampling_mask")  # parts of one tensor: their alignment depends on the batch
+# Parts of one tensor: their alignment depends on the batch.
+DRAWN = ("sampling_logps", "old_logps", "raw_logps", "sampling_mask")
 
 
 @triton.jit(do_not_specialize=VARYING)

@@ -429,8 +429,8 @@ def _draw_kernel(
     If rounding leaves no such sub or token, the last one with any mass. A token without mass is never drawn. A row
     without a softmax gets logprobs of NaN and any token.
     maxima, sums: of `_sums_kernel`, [.., rows, subs].  tokens int64 [rows].  logprobs float32 [4, rows]: sampling, old,
-    raw, sampling mask.  scratch int32 [rows, TILE + 3 * SUBS]: candidates' keys; the list of active subs; of each active sub the mass
-    above the threshold (float32) and the number of tokens at it.
+    raw, sampling mask.  scratch int32 [rows, TILE + 3 * SUBS]: candidates' keys; the list of active subs; of each
+    active sub the mass above the threshold (float32) and the number of tokens at it.
     """
     index, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     logits, seen, values = logits + index * logits_stride, seen + index * seen_stride, values + index * NUM_VALUES
@@ -573,23 +573,23 @@ def _draw_kernel(
     tl.store(tokens + index, token.to(tl.int64))
     sampling_mask = tl.full((), -1, tl.int64)
     if TOP_K or TOP_P or MIN_P:
-        if is_truncated:
-            edge = _least_kept(
-                token,
-                threshold,
-                dropped_ties,
-                min_p,
-                base,
-                inverse,
-                row,
-                active,
-                count,
-                SUB,
-                TILE,
-                PENALIZED,
-                SHORT,
-            )
-            sampling_mask = tl.where(edge == MAX_INT64, token.to(tl.int64), edge & 0xFFFFFFFF)
+        edge = _least_kept(
+            token,
+            threshold,
+            dropped_ties,
+            min_p,
+            base,
+            inverse,
+            row,
+            active,
+            count,
+            SUB,
+            TILE,
+            PENALIZED,
+            SHORT,
+        )
+        edge = tl.where(edge == MAX_INT64, token.to(tl.int64), edge & 0xFFFFFFFF)
+        sampling_mask = tl.where(is_truncated, edge, sampling_mask)
     tl.store(logprobs + 3 * rows + index, sampling_mask.to(tl.float32))
     sampled = (score - base) * inverse - tl.log(kept_mass.to(tl.float32))
     tl.store(logprobs + index, tl.where(full > 0, sampled, float("nan")))

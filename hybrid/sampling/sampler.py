@@ -118,8 +118,8 @@ class SamplerOutput:
     sampling_mask: the tokens that truncation kept, by the id of the least probable one besides the sampled token: see
         `masked_logits`. float32 has ids below 2**24 exactly.
     T is the temperature; 1 if the draw is greedy.
-    All three logprobs are NaN in a row whose logits have no softmax: one of them is NaN or +inf, or all are -inf. Its token is
-    any of the vocabulary.
+    All three logprobs are NaN in a row whose logits have no softmax: one of them is NaN or +inf, or all are -inf. Its
+    token is any of the vocabulary.
     """
 
     tokens: torch.Tensor
@@ -339,16 +339,18 @@ def masked_logits(logits: torch.Tensor, tokens: torch.Tensor, sampling_mask: tor
     keeps the list, arXiv:2512.02556, section 3.1; vLLM's and SGLang's `return_sampling_mask`). Top-k, top-p and min-p
     keep the first tokens in the order of logits, of equal ones those with higher ids, so that this id alone gives the
     kept tokens again from the same logits, ties included. From other logits, of a later policy or another forward, it
-    gives the tokens that are at least as probable as that one, and the sampled token always: an update that makes the
-    sampled token less probable changes neither its mask nor lets its logprob become -inf, as truncating the later
-    logits again would (NeMo-RL drops such tokens from the loss).
+    gives the tokens that are at least as probable as that one, and the sampled token always. Truncating the later
+    logits again, as NeMo-RL does, can leave the sampled token out: its logprob is then -inf, and it drops out of the
+    loss. The edge is another token than the sampled one, whose probability an update changes most.
 
-    logits: [..., vocabulary].  tokens: int64 [...], the sampled ones.  sampling_mask: int64 [...], such ids; the sampled
-        token itself: it was the only one; NOT_TRUNCATED: no token is left out.
+    logits: [..., vocabulary].  tokens: int64 [...], the sampled ones.
+    sampling_mask: int64 [...], such ids; the sampled token itself: it was the only one; NOT_TRUNCATED: no token is left
+        out.
     """
     edge, token = sampling_mask.clamp(min=0)[..., None], tokens[..., None]
-    least, ids = logits.gather(-1, edge), torch.arange(logits.shape[-1], device=logits.device)
-    kept = (logits > least) | ((logits == least) & (ids >= edge))
+    values, ids = logits.detach(), torch.arange(logits.shape[-1], device=logits.device)
+    least = values.gather(-1, edge)
+    kept = (values > least) | ((values == least) & (ids >= edge))
     kept = (kept & (edge != token)) | (sampling_mask == NOT_TRUNCATED)[..., None]
     return logits.masked_fill(~kept.scatter(-1, token, True), -torch.inf)
 

@@ -18,8 +18,8 @@ from hybrid.sampling.sampler import (
 )
 from hybrid.sampling.vocabulary import VocabularySlice
 from tests.host_groups import host_groups, on_every_rank
-from tests.sampling_params import params_of
 from tests.sampling.test_vocabulary_parallel import sliced
+from tests.sampling_params import params_of
 
 ROWS, VOCABULARY = 24, 300
 WAYS = {
@@ -43,7 +43,8 @@ def logits_of(vocabulary: int = VOCABULARY) -> torch.Tensor:
 
 def kept_tokens(logits: list[float], params: SamplingParams) -> set[int]:
     """The tokens that Hugging Face's warpers keep, by a loop; of equal logits the higher id counts as more probable."""
-    order = sorted((token for token, logit in enumerate(logits) if logit > -math.inf), key=lambda t: (logits[t], t))[::-1]
+    finite = [token for token, logit in enumerate(logits) if logit > -math.inf]
+    order = sorted(finite, key=lambda token: (logits[token], token), reverse=True)
     weight = {token: math.exp((logits[token] - logits[order[0]]) / params.temperature) for token in order}
     if params.top_k:
         order = [token for token in order if logits[token] >= logits[order[min(params.top_k, len(order)) - 1]]]
