@@ -190,12 +190,12 @@ class CompletionBuffers:
         """Return the completions of all rows."""
         new = self.max_new_tokens
         tokens = self.ids[:, self.prompt_len : self.prompt_len + new]
-        logps = self.logps[:, :, :new].unbind()
+        sampling, old, raw, sampling_mask = self.logps[:, :, :new]
         lengths = torch.tensor([sequence.length for sequence in sequences], device=tokens.device)
         routed = [sequence.router_indices for sequence in sequences]
         nothing = next((experts[:0] for experts in routed if experts is not None), None)
         router_indices = None if nothing is None else [nothing if experts is None else experts for experts in routed]
-        return Completions(tokens, lengths, *logps, sequences, router_indices)
+        return Completions(tokens, lengths, sampling, old, raw, sampling_mask, sequences, router_indices)
 
 
 class Penalties:
@@ -356,6 +356,7 @@ def completions_of(forks: list[Fork], device: torch.device) -> Completions:
         return F.pad(tensor, (0, max(lengths) - tensor.shape[-1]))
 
     tokens = torch.stack([padded(fork.tokens) for fork in forks]).to(device)
-    logps = torch.stack([padded(fork.logps) for fork in forks], dim=1).to(device).unbind()
+    sampling, old, raw, mask = torch.stack([padded(fork.logps) for fork in forks], dim=1).to(device)
     routed = [fork.router_indices for fork in forks]
-    return Completions(tokens, torch.tensor(lengths, device=device), *logps, router_indices=routed)
+    of_rows = torch.tensor(lengths, device=device)
+    return Completions(tokens, of_rows, sampling, old, raw, mask, router_indices=routed)

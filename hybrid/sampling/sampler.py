@@ -312,7 +312,8 @@ def sample_tokens_in_torch(
         sampling = selective_log_softmax(scores, tokens) if truncates(each) else old
         invalid = ~torch.logsumexp(of_rows, dim=-1).isfinite()
         mask = sampling_mask_of(scores, of_rows, tokens) if truncates(each) else not_truncated(old)
-        return SamplerOutput(tokens, *(logps.masked_fill(invalid, torch.nan) for logps in (sampling, old, raw)), mask)
+        sampling, old, raw = (logps.masked_fill(invalid, torch.nan) for logps in (sampling, old, raw))
+        return SamplerOutput(tokens, sampling, old, raw, mask)
 
     return sample_by_settings(sample, params)
 

@@ -245,8 +245,8 @@ class TrainingForwards(PackedForwards):
             ):
                 yield
 
-        settings = {"temperature": temperature, "entropy": entropy, "sampling_mask": targets.masks()}
-        run = partial(self._scores, targets, partial(exact_head, **settings))
+        head = partial(exact_head, temperature=temperature, entropy=entropy, sampling_mask=targets.masks())
+        run = partial(self._scores, targets, head)
         known = [targets.of_rows(value) for value in values]
         yield from map(targets.in_rows, graph_within(run, as_sampled, known))
 

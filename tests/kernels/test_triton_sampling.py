@@ -256,7 +256,7 @@ def test_temperature_zero_takes_the_first_of_equal_maxima():
     logits[0, [5, CHUNK + 3]] = 9.0
     logits[1, [CHUNK + 7, CHUNK + 9]] = 9.0
     keys = torch.arange(4, device=DEVICE)
-    tokens, sampling, old, raw = draw(logits, keys, keys, params_of(0.0))
+    tokens, sampling, old, raw, _ = draw(logits, keys, keys, params_of(0.0))
     assert torch.equal(old, raw)
     assert tokens.tolist() == [5, CHUNK + 7, int(logits[2].argmax()), int(logits[3].argmax())]
     assert torch.equal(sampling, raw)
