@@ -99,6 +99,7 @@ class UnfinishedRows:
         limits: int64 [rows], the most new tokens.
         groups: int64 [rows], equal for generations of one prompt.
         row_index: int64 [rows], which row of the stopped call each is.
+        sampling_mask: int64 [rows, n], as in RolloutBatch; None: not known, and the resumed call's batch has none.
     """
 
     prompt_ids: torch.Tensor
@@ -111,13 +112,15 @@ class UnfinishedRows:
     limits: torch.Tensor
     groups: torch.Tensor
     row_index: torch.Tensor
+    sampling_mask: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_ids)
 
     def select_rows(self, rows: list[int]) -> "UnfinishedRows":
         """Return the given rows."""
-        tensors = {name: value[rows] for name, value in vars(self).items() if name != "logps"}
+        by_row = {name: value for name, value in vars(self).items() if name != "logps" and value is not None}
+        tensors = {name: value[rows] for name, value in by_row.items()}
         return replace(self, logps=self.logps[:, rows], **tensors)
 
 
@@ -161,6 +164,10 @@ class RolloutBatch:
             sampling does not run through the model. Otherwise None. Of tokens before `resume` those of the new weights.
         sampling_keys: int64 [rows], of seed, prompt and sample. By its key, prompt, weights and settings a row can be
             drawn again with `rollout(resume=...)`, from any of its tokens on. None in rows of sessions.
+        sampling_mask: int64 [rows, completion_len], which tokens top_k, top_p and min_p kept, for `engine.logps`: the
+            id of the least probable one besides the sampled token; the sampled token's own id: it was the only one; -1:
+            all of the vocabulary, or masked. None if nothing was truncated, in rows of sessions, and where the scores
+            that were truncated are not the model's: repetition_penalty, min_new_tokens, tokens that are not drawn.
     """
 
     prompt_ids: torch.Tensor
@@ -184,6 +191,7 @@ class RolloutBatch:
     router_indices: torch.Tensor | None = None
     model_inputs: list[RowInputs] = field(default_factory=list)
     sampling_keys: torch.Tensor | None = None
+    sampling_mask: torch.Tensor | None = None
 
     def first_rows(self, count: int) -> "RolloutBatch":
         """Return a batch of the first `count` rows."""
@@ -198,7 +206,7 @@ class RolloutBatch:
 
     def padded(self, prompt_len: int, completion_len: int, pad_token_id: int = 0) -> "RolloutBatch":
         """Return a copy with prompts left-padded and completion tensors right-padded to these widths."""
-        fills = {"prompt_ids": pad_token_id, "completion_ids": pad_token_id, "turn_ids": -1}
+        fills = {"prompt_ids": pad_token_id, "completion_ids": pad_token_id, "turn_ids": -1, "sampling_mask": -1}
         wider: dict[str, Any] = {}
         if self.router_indices is not None:
             left, right = prompt_len - self.prompt_ids.shape[1], completion_len - self.completion_ids.shape[1]
@@ -213,7 +221,7 @@ class RolloutBatch:
     def cat(batches: "Sequence[RolloutBatch]", pad_token_id: int = 0) -> "RolloutBatch":
         """Return the rows of all batches, one batch after the other, padded to equal widths.
 
-        Fields that are not per row come from the first batch.
+        Fields that are not per row come from the first batch. There is a sampling mask if every batch has one.
         """
         prompt_len = max(batch.prompt_ids.shape[1] for batch in batches)
         completion_len = max(batch.completion_ids.shape[1] for batch in batches)
@@ -221,6 +229,8 @@ class RolloutBatch:
         if any(batch.model_inputs for batch in batches):
             rows_of = [batch.model_inputs or [NO_INPUTS] * len(batch.prompt_ids) for batch in batches]
             batches = [replace(batch, model_inputs=rows) for batch, rows in zip(batches, rows_of, strict=True)]
+        if any(batch.sampling_mask is None for batch in batches):
+            batches = [replace(batch, sampling_mask=None) for batch in batches]
         joined: dict[str, Any] = {
             name: torch.cat([getattr(batch, name) for batch in batches]) for name in batches[0].tensors()
         }

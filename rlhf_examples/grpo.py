@@ -22,7 +22,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 import hybrid
-from rlhf_examples.common.actor import Actor, Evaluation, load_rewards
+from rlhf_examples.common.actor import Actor, Evaluation, load_rewards, warn_of_truncation
 from rlhf_examples.common.advantages import group_std, shaped_rewards, soft_overlong_punishment
 from rlhf_examples.common.controllers import AdaptiveEntropyController
 from rlhf_examples.common.engines import backward_and_step
@@ -41,10 +41,12 @@ from rlhf_examples.common.rollouts import (
     Row,
     completion_metrics,
     decode_completions,
+    kept_mask,
     loss_weights,
     optimizer_steps,
     rank_row_ids,
     roll_out,
+    sampled_logps,
     sampling,
     sampling_seed,
 )
@@ -90,6 +92,7 @@ def load_actor(args: GRPOArguments, num_rollouts: int = 1) -> Actor:
     """The policy, its reference if there is a KL, and with `use_adaptive_entropy` a controller.  num_rollouts: of an
     iteration, each with an update.
     """
+    warn_of_truncation(args)
     total_steps = args.num_iterations * num_rollouts * args.num_grpo_iterations * args.num_mini_batches
     actor = Actor.load(args, total_steps, args.beta > 0, sequence_parallel_size=args.sequence_parallel_size)
     if args.use_adaptive_entropy:
@@ -230,11 +233,12 @@ def make_experience(
         sequences=batch.sequences,
         attention_mask=batch.attention_mask,
         mask=mask * learned[:, None],
-        sampling_logps=batch.old_per_token_logps,
+        sampling_logps=sampled_logps(batch, args),
         old_logps=old_logps,
         weights=weights,
         advantages=advantages,
         ref_logps=ref_logps,
+        sampling_mask=kept_mask(batch, args),
     )
     sums = sums_over_ranks(
         {
@@ -288,7 +292,9 @@ def update(actor: Actor, experience: Experience, iteration: int, args: GRPOArgum
         for index, batch in enumerate(step.micro_batches(experience)):
             width = batch.mask.shape[1]
             rows = batch.sequences, batch.attention_mask, width
-            logps, entropies = token_logps(actor.policy, *rows, *forward, entropy=True)
+            logps, entropies = token_logps(
+                actor.policy, *rows, *forward, entropy=True, sampling_mask=batch.sampling_mask
+            )
             loss = policy_loss(logps, entropies, batch, denominator, args, generator)
             if entropy_coef:
                 assert entropies is not None, "requested above"

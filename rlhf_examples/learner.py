@@ -30,6 +30,7 @@ OF_GRPO_ALONE = (
     "dynamic_sampling",
     "partial_rollout",
     "importance_sampling_correction",
+    "keep_sampling_mask",
     "soft_punish_cache",
     "save_every",
     "resume",

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 import hybrid
-from rlhf_examples.common.actor import Actor, Evaluation, load_rewards
+from rlhf_examples.common.actor import Actor, Evaluation, load_rewards, warn_of_truncation
 from rlhf_examples.common.advantages import advantages_and_returns, masked_whiten, shaped_rewards
 from rlhf_examples.common.controllers import AdaptiveKLController, FixedKLController
 from rlhf_examples.common.engines import Training, backward_and_step, make_value_engine
@@ -48,10 +48,12 @@ from rlhf_examples.common.rollouts import (
     Row,
     completion_metrics,
     forward_batch_size,
+    kept_mask,
     loss_weights,
     optimizer_steps,
     rank_row_ids,
     roll_out,
+    sampled_logps,
     sampling,
     sampling_seed,
     with_turn_end,
@@ -112,6 +114,7 @@ class Models:
     @classmethod
     def load(cls, args: PPOArguments) -> "Models":
         """Load the policy with its reference, the critic (initialized from the reward model) and the rewards."""
+        warn_of_truncation(args)
         reward_model = args.critic_model_name_or_path
         total_steps = args.num_iterations * args.ppo_epochs * args.num_mini_batches
         actor = Actor.load(args, total_steps, needs_reference=True)
@@ -216,12 +219,13 @@ def make_experience(
         sequences=batch.sequences,
         attention_mask=batch.attention_mask,
         mask=mask,
-        sampling_logps=batch.old_per_token_logps,
+        sampling_logps=sampled_logps(batch, args),
         old_logps=old_logps,
         weights=weights,
         advantages=masked_whiten(advantages, mask, over_ranks=over_ranks),
         old_values=values,
         returns=returns,
+        sampling_mask=kept_mask(batch, args),
     )
     sums = sums_over_ranks(
         {
@@ -319,7 +323,9 @@ def actor_loss(
     """
     rows = batch.sequences, batch.attention_mask, batch.mask.shape[1]
     forward = args.temperature, args.training_forward
-    logps, entropies = token_logps(policy, *rows, *forward, entropy=bool(args.entropy_coef))
+    logps, entropies = token_logps(
+        policy, *rows, *forward, entropy=bool(args.entropy_coef), sampling_mask=batch.sampling_mask
+    )
     loss = policy_loss(logps, batch.old_logps, batch.advantages, batch.mask, args.cliprange, denominator, batch.weights)
     if entropies is not None:
         bonus = entropy_bonus(entropies, batch.mask, denominator)

@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 import hybrid
-from rlhf_examples.common.actor import Actor, load_rewards
+from rlhf_examples.common.actor import Actor, load_rewards, warn_of_truncation
 from rlhf_examples.common.engines import backward_and_step
 from rlhf_examples.common.grpo_settings import policy_loss
 from rlhf_examples.common.losses import mean_metrics
@@ -59,6 +59,7 @@ def run(args: VisionGRPOArguments) -> list[Metrics]:
     processor = load_processor(args)
     prompts, history = RowStream(load_prompts(processor, args), args.seed), []
     steps = args.num_iterations * args.num_grpo_iterations * args.num_mini_batches
+    warn_of_truncation(args)
     actor = Actor.load(args, steps, needs_reference=args.beta > 0, kind=AutoModelForImageTextToText)
     rewards = load_rewards(args.reward, args.reward_weights, args)
     for iteration in range(args.num_iterations):

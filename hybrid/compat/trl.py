@@ -5,6 +5,7 @@ logprobs, and only the engine gathers weights, whatever `ds3_gather_for_generati
 `environment_factory` run inside the rollout: while one completion's tool works, the others decode.
 """
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from hybrid.environments.episodes import ConversationEnvironment, ConversationState
 from hybrid.environments.message_environment import MessageEnvironment
 from hybrid.rollout import EnvironmentLimits, RolloutBatch, SamplingParams
+from hybrid.sampling.params import truncates
 from hybrid.training.engine import HybridEngine
 
 # Keys of `trainer.generation_kwargs`. End tokens come from `trainer.eos_token_ids`; padding is not needed.
@@ -33,6 +35,14 @@ def rollout_func(prompts: list, trainer: Any) -> dict[str, list]:
     raises.
     """
     engine, sampling = engine_of(trainer), sampling_of(trainer)
+    if truncates(sampling):
+        warnings.warn(
+            f"rollout_func: top_p={sampling.top_p:g}, top_k={sampling.top_k}, min_p={sampling.min_p:g} truncate the "
+            "sampled distribution, but TRL (1.16) has no sampling mask: its loss has logprobs of the whole vocabulary, "
+            "and off_policy_mask_threshold compares these with the truncated ones. Use top_p=1.0, top_k=0 and "
+            "min_p=None, or engine.logps(..., sampling_mask=) in your own loss",
+            stacklevel=2,
+        )
     prompt_ids, images, fields = trainer._tokenize_prompts(prompts)  # applies the chat template and tools
     if images or fields:
         raise NotImplementedError("rollout_func: prompts with images given; the engine generates from token ids")

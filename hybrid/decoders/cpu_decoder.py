@@ -250,7 +250,7 @@ class CpuDecoder(WholeDecoder):
         """Decode and sample up to `steps` tokens for each sequence, and stop after a step that draws a stop token.
 
         batch: one new token for each sequence; its block tables have room for `steps` tokens.
-        Gives tokens, int64 [steps done, sequences], and logprobs, float32 [3, steps done, sequences].
+        Gives tokens, int64 [steps done, sequences], and logprobs, float32 [4, steps done, sequences].
         """
         self._lend(kv)
         self.most_tokens, self.most_logits = (
@@ -272,7 +272,7 @@ class CpuDecoder(WholeDecoder):
             threads,
         )
         self._require_done(done < 0, batch.ids)
-        return drawn.tokens[:done], drawn.logps()[:, :done]
+        return drawn.tokens[:done], drawn.per_token()[:, :done]
 
     def activation_bytes(self, tokens: int) -> int:
         """Return the bytes that a forward over `tokens` tokens takes: the workspace, which is kept, and the hidden

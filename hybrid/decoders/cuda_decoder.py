@@ -199,7 +199,7 @@ class CudaDecoder(TorchDecoder):
 
         batch: one new token for each sequence; its block tables have room for the tokens that `draws.limits` allow, up
             to `steps`.
-        Gives tokens, int64 [steps, sequences], and logprobs, float32 [3, steps, sequences], valid until the next call:
+        Gives tokens, int64 [steps, sequences], and logprobs, float32 [4, steps, sequences], valid until the next call:
         after a sequence's stop token or limit, padding and 0.
         """
         assert steps <= MAX_STEPS, f"{steps} steps, and room for the tokens of {MAX_STEPS}"

@@ -7,6 +7,7 @@ import torch
 
 from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch
 from hybrid.kernels.triton_decode import advance
+from hybrid.sampling.sampler import PER_TOKEN
 from hybrid.sampling.state import SamplingState, mark_seen
 
 MAX_STEPS = 32  # that run before the host reads their tokens
@@ -21,7 +22,8 @@ class DecodeState:
     lengths: int32 [capacity], tokens in the cache after it.  block_tables: int32 [capacity, blocks].
     finished: int32 [capacity], 1 for sequences that have ended, and for padding.
     steps: int32 [capacity], tokens recorded since `load_draws`.  tokens: int64 [MAX_STEPS, capacity].
-    logps: float32 [3, MAX_STEPS, capacity]: sampling, old, raw.  logits: float32 [capacity, vocab_size].
+    logps: float32 [4, MAX_STEPS, capacity]: sampling, old, raw, sampling mask.
+    logits: float32 [capacity, vocab_size].
     values: float32 [capacity, 6], as SamplingState's.
     """
 
@@ -35,7 +37,8 @@ class DecodeState:
         self.positions, self.lengths, self.finished, self.steps = zeros(4, capacity, dtype=torch.int32).unbind()
         self.block_tables = zeros(capacity, -(-tokens // BLOCK_SIZE), dtype=torch.int32)
         self.cu_seqlens = torch.arange(capacity + 1, dtype=torch.int32, device=device)
-        self.tokens, self.logps = zeros(MAX_STEPS, capacity), zeros(3, MAX_STEPS, capacity, dtype=torch.float32)
+        self.tokens = zeros(MAX_STEPS, capacity)
+        self.logps = zeros(len(PER_TOKEN), MAX_STEPS, capacity, dtype=torch.float32)
         self.logits = zeros(capacity, vocab_size, dtype=torch.float32)
         self.values = zeros(capacity, 6, dtype=torch.float32)
         self.stop_token_ids: dict[int, torch.Tensor] = {}  # by their number
@@ -105,13 +108,13 @@ class DecodeState:
         stop_token_ids = self.stop_ids(sampling)
         seen = None if sampling.token_ids is None else self.seen[:count]
         settings = self.keys[:count], self.new_positions[:count], self.values[:count], stop_token_ids
-        drawn, sampled, old, raw = sampling.sample_in_kernels(
+        drawn, *values = sampling.sample_in_kernels(
             self.logits[:count], *settings, None if seen is None else seen[:, :-1]
         )
         state = self.ids, self.positions, self.lengths, self.new_positions, self.limits, self.finished, self.steps
         ids, positions, lengths, new_positions, limits, finished, steps = (tensor[:count] for tensor in state)
         sequences = ids, positions, lengths, new_positions, limits, finished, steps
-        advance(drawn, (sampled, old, raw), *sequences, stop_token_ids, self.tokens, self.logps, seen)
+        advance(drawn, tuple(values), *sequences, stop_token_ids, self.tokens, self.logps, seen)
 
     @contextmanager
     def padding(self, count: int) -> Iterator[None]:

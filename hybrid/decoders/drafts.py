@@ -120,7 +120,7 @@ class Drafting:
 class VerifiedTokens:
     """New tokens of verification steps, step by step.
 
-    tokens: int64 [n].  logps: float32 [3, n], as `decode_steps` gives them.
+    tokens: int64 [n].  logps: float32 [4, n], as `decode_steps` gives them.
     sequences: int64 [n], the sequence of each token.  offsets: int64 [n], the new tokens of the sequence before it.
     counts: new tokens of each sequence.  lengths: the same of `Drafting` afterwards.
     drafted: tokens of all sequences together.  steps: forwards.
@@ -183,7 +183,7 @@ def verify_steps(
             drafting.accept(index, len(draft), new)
             ended |= new[-1] in stops or counts[index] == left[index]
         at = torch.tensor(kept, device=device)
-        parts.append((drawn.tokens[at], drawn.logps()[:, at], sequences[at], offsets[at]))
+        parts.append((drawn.tokens[at], drawn.per_token()[:, at], sequences[at], offsets[at]))
     new_tokens, logps, owners, distances = (torch.cat(tensors, dim=-1) for tensors in zip(*parts, strict=True))
     return VerifiedTokens(new_tokens, logps, owners, distances, counts, drafting.lengths, drafted, len(parts))
 

@@ -520,9 +520,11 @@ class Generator(WorkerState):
         adapters: bool | None,
         temperature: float,
         rows_per_forward: int,
+        sampling_mask: torch.Tensor | None = None,
     ) -> LayerInputScores:
         """Return `score` of this rank's rows by the fused decoder, with the inputs of the layers.
 
+        sampling_mask: int64 [rows, tokens], of each token's scores; None: there is none.
         Raises NotImplementedError, with the reason, where the model runs in its own layers.
         """
         rows = len(sequences)
@@ -535,7 +537,7 @@ class Generator(WorkerState):
             if decoder is None:
                 reason = self.executor.fused.reasons.last
                 raise NotImplementedError(f"layer inputs: the fused decoder keeps them, and cannot run: {reason}")
-            kept = self.executor.compute(decoder, LayerInputsTask(*batch))
+            kept = self.executor.compute(decoder, LayerInputsTask(*batch, sampling_mask if rows else None))
         return kept if rows else kept.without_rows()
 
     def _to_score(

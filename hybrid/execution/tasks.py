@@ -399,9 +399,10 @@ class LayerInputsTask(Task):
     attention_mask: torch.Tensor
     temperature: float
     rows_at_once: int
+    sampling_mask: torch.Tensor | None = None
 
     def run(self, decoder: AnyDecoder, state: WorkerState, is_local: bool = True) -> LayerInputScores | None:
-        batch = self.sequences, self.attention_mask, self.temperature, self.rows_at_once
+        batch = self.sequences, self.attention_mask, self.temperature, self.rows_at_once, self.sampling_mask
         with state.opened(decoder) as decoder:
             return score_with_layer_inputs(decoder, state.block_pool, *batch, keeps_inputs=is_local)
 

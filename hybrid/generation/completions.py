@@ -14,7 +14,7 @@ from hybrid.rollout import RolloutBatch, UnfinishedRows
 from hybrid.runtime.errors import SharedError
 from hybrid.runtime.messages import shortened
 from hybrid.sampling.params import RowParams
-from hybrid.sampling.sampler import key_after_fork
+from hybrid.sampling.sampler import NOT_TRUNCATED, PER_TOKEN, key_after_fork
 
 
 class InvalidLogitsError(SharedError):
@@ -53,7 +53,8 @@ class Completions:
     sampling_logps: float32 [rows, max_new_tokens], 0 after the length: under the distribution drawn from, after
         processors and truncation.
     old_logps, raw_logps: the same under the model's own logits, at the request's temperature and at 1.
-    The logprobs are None if they were not requested.
+    sampling_mask: float32 [rows, max_new_tokens], as SamplerOutput's; of processed scores where there are processors.
+    The logprobs and the mask are None if they were not requested.
     sequences: of each row; None where rows end by a stop token or their limit alone.
     router_indices: by row, int16 [tokens, layers with experts, experts per token]; None, or of None, if they were not
         requested.
@@ -64,6 +65,7 @@ class Completions:
     sampling_logps: torch.Tensor | None = None
     old_logps: torch.Tensor | None = None
     raw_logps: torch.Tensor | None = None
+    sampling_mask: torch.Tensor | None = None
     sequences: list[Sequence] | None = None
     router_indices: Sequences[torch.Tensor | None] | None = None
 
@@ -86,7 +88,7 @@ class Completions:
     def trimmed(self) -> "Completions":
         """Return these completions, as wide as the longest row."""
         width = int(self.lengths.max())
-        by_position = {name: getattr(self, name) for name in ("tokens", "sampling_logps", "old_logps", "raw_logps")}
+        by_position = {name: getattr(self, name) for name in ("tokens", *PER_TOKEN)}
         return replace(self, **{name: t[:, :width] for name, t in by_position.items() if t is not None})
 
 
@@ -97,7 +99,7 @@ class CompletionBuffers:
     is_shared: other ranks sample the same tokens: `checksum` tells whether they do.
 
     ids: int64 [rows, prompt_len + max_new_tokens + slack]: padded prompts and completions, as processors see them.
-    logps: float32 [3, rows, max_new_tokens + slack]: sampling, old, raw.
+    logps: float32 [4, rows, max_new_tokens + slack]: sampling, old, raw, sampling mask.
     limits: int64 [rows], the most tokens of each completion as of the end of its turn.
     sampling_keys: int64 [rows].
     checksum: int64 [], of all new tokens, if `is_shared`.
@@ -110,7 +112,7 @@ class CompletionBuffers:
         self.ids = torch.full((count, self.prompt_len + width), request.pad_token_id, dtype=torch.int64, device=device)
         self.ids[:, : self.prompt_len] = request.prompt_ids
         self.padding = [self.prompt_len - length for length in request.prompt_lengths]
-        self.logps = torch.zeros(3, count, width, device=device)
+        self.logps = torch.zeros(len(PER_TOKEN), count, width, device=device)
         self.is_shared, self.checksum = is_shared, torch.zeros((), dtype=torch.int64, device=device)
         self.limits, self.sampling_keys = request.limits.clone(), request.sampling_keys
         if request.partial is not None:
@@ -133,7 +135,7 @@ class CompletionBuffers:
         return self.ids[rows].masked_fill(~is_token, -1)
 
     def record(self, rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, logps: torch.Tensor) -> None:
-        """Write tokens of rows to positions, and their logprobs, float32 [3, ...]; the others are int64 of shapes that
+        """Write tokens of rows to positions, and their logprobs, float32 [4, ...]; the others are int64 of shapes that
         broadcast."""
         self.ids[rows, self.prompt_len + positions] = tokens
         self.logps[:, rows, positions] = logps
@@ -188,12 +190,12 @@ class CompletionBuffers:
         """Return the completions of all rows."""
         new = self.max_new_tokens
         tokens = self.ids[:, self.prompt_len : self.prompt_len + new]
-        sampling, old, raw = self.logps[:, :, :new]
+        sampling, old, raw, sampling_mask = self.logps[:, :, :new]
         lengths = torch.tensor([sequence.length for sequence in sequences], device=tokens.device)
         routed = [sequence.router_indices for sequence in sequences]
         nothing = next((experts[:0] for experts in routed if experts is not None), None)
         router_indices = None if nothing is None else [nothing if experts is None else experts for experts in routed]
-        return Completions(tokens, lengths, sampling, old, raw, sequences, router_indices)
+        return Completions(tokens, lengths, sampling, old, raw, sampling_mask, sequences, router_indices)
 
 
 class Penalties:
@@ -286,6 +288,11 @@ def batch_of(request: Request, done: Completions, sequences: list[Sequence], wei
     routed = [experts for experts in done.router_indices or () if experts is not None]
     is_routed = len(routed) == len(request)
     assert done.sampling_logps is not None and done.old_logps is not None and done.raw_logps is not None, "no logprobs"
+    sampling_mask = None
+    if done.sampling_mask is not None and request.keeps_sampling_mask:
+        edges = done.sampling_mask.masked_fill(sampled == 0, NOT_TRUNCATED)
+        is_known = request.partial is None or not edges.isnan().any()
+        sampling_mask = edges.long() if is_known else None
     return RolloutBatch(
         prompt_ids=request.prompt_ids,
         prompt_mask=prompt_mask,
@@ -294,6 +301,7 @@ def batch_of(request: Request, done: Completions, sequences: list[Sequence], wei
         sampling_per_token_logps=done.sampling_logps * sampled,
         old_per_token_logps=done.old_logps * sampled,
         raw_per_token_logps=done.raw_logps * sampled,
+        sampling_mask=sampling_mask,
         finish_reason=[sequence.reason for sequence in sequences],
         weight_version=weight_version,
         row_index=torch.arange(len(request), device=device),
@@ -336,6 +344,7 @@ def unfinished_rows(request: Request, batch: RolloutBatch, stopped: list[int]) -
         limits=request.limits[stopped],
         groups=request.groups[stopped],
         row_index=torch.tensor(stopped, device=request.groups.device),
+        sampling_mask=None if batch.sampling_mask is None else batch.sampling_mask[stopped],
     )
 
 
@@ -347,6 +356,7 @@ def completions_of(forks: list[Fork], device: torch.device) -> Completions:
         return F.pad(tensor, (0, max(lengths) - tensor.shape[-1]))
 
     tokens = torch.stack([padded(fork.tokens) for fork in forks]).to(device)
-    sampling, old, raw = torch.stack([padded(fork.logps) for fork in forks], dim=1).to(device)
+    sampling, old, raw, mask = torch.stack([padded(fork.logps) for fork in forks], dim=1).to(device)
     routed = [fork.router_indices for fork in forks]
-    return Completions(tokens, torch.tensor(lengths, device=device), sampling, old, raw, router_indices=routed)
+    of_rows = torch.tensor(lengths, device=device)
+    return Completions(tokens, of_rows, sampling, old, raw, mask, router_indices=routed)

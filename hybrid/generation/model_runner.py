@@ -206,7 +206,7 @@ class ModelRunner(RunningSequences):
         """Append tokens, int64 [rows], sample the next ones, append these, and so on, up to `steps` times. The decoder
         must have `samples_in_kernel`.
 
-        Returns the sampled tokens, int64 [steps done, rows], and their logprobs, float32 [3, steps done, rows].
+        Returns the sampled tokens, int64 [steps done, rows], and their logprobs, float32 [4, steps done, rows].
         """
         steps_of: Any = self.decoder  # one with `samples_in_kernel`
         drawn, logps = steps_of.decode_steps(self._batch(tokens), self.block_pool.kv, sampling, steps)

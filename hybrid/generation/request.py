@@ -16,7 +16,8 @@ from transformers.generation.streamers import BaseStreamer
 from hybrid.models.model_inputs import NO_INPUTS, RowInputs, is_model_input, split_inputs
 from hybrid.models.placeholders import Placeholders
 from hybrid.rollout import EnvironmentLimits, RolloutBatch, StopAfter, UnfinishedRows
-from hybrid.sampling.params import RowParams, SamplingParams
+from hybrid.sampling.params import RowParams, SamplingParams, truncates
+from hybrid.sampling.sampler import PER_TOKEN
 
 ENCODED = "mm_encoder_outputs"  # of images, by `generate()` (transformers 5.23)
 # Arguments of a decoding method that the fused decoder supports (transformers 5.23).
@@ -61,7 +62,7 @@ Processors = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] 
 class PartialCompletion:
     """The tokens that rows' completions begin with, from an earlier call.
 
-    tokens: int64 [rows, n].  lengths: of each row's.  logps: float32 [3, rows, n]: sampling, old, raw.
+    tokens: int64 [rows, n].  lengths: of each row's.  logps: float32 [4, rows, n]: sampling, old, raw, sampling mask.
     weight_versions: int64 [rows, n], of the weights that sampled each token.
     """
 
@@ -79,7 +80,7 @@ class PartialCompletion:
     def none(cls, prompt_ids: torch.Tensor) -> "PartialCompletion":
         """Return no tokens, for each of the prompts [rows, prompt_len]."""
         rows, tokens = len(prompt_ids), prompt_ids.new_zeros(len(prompt_ids), 0)
-        return cls(tokens, [0] * rows, torch.zeros(3, rows, 0, device=prompt_ids.device), tokens)
+        return cls(tokens, [0] * rows, torch.zeros(len(PER_TOKEN), rows, 0, device=prompt_ids.device), tokens)
 
     @staticmethod
     def cat(parts: "Sequence[PartialCompletion]") -> "PartialCompletion":
@@ -194,6 +195,14 @@ class Request:
         return any(not type(processor).__module__.startswith(("transformers.", "hybrid.")) for processor in processors)
 
     @property
+    def keeps_sampling_mask(self) -> bool:
+        """Whether rows are truncated, and by the model's logits alone: scores that were processed do not come back."""
+        params = RowParams.of(self.sampling_params)
+        processed = self.processors is not None or params.has_penalties(can_stop=len(self.stop_token_ids) > 0)
+        processed |= self.suppressed is not None and len(self.suppressed) > 0
+        return not processed and any(map(truncates, params.distinct))
+
+    @property
     def longest(self) -> int:
         """The maximum number of tokens of a row, prompt and completion."""
         return max(self.prompt_lengths, default=0) + self.max_new_tokens
@@ -236,11 +245,16 @@ class Request:
     def after(self, resumed: UnfinishedRows) -> "Request":
         """Return unfinished rows of an earlier call, and then the rows of this request."""
         device, lengths = self.prompt_ids.device, resumed.prompt_mask.sum(dim=1).tolist()
-        resumed = replace(resumed, **{name: tensor.to(device) for name, tensor in vars(resumed).items()})
+        given = {name: tensor.to(device) for name, tensor in vars(resumed).items() if tensor is not None}
+        resumed = replace(resumed, **given)
         width = max(self.prompt_ids.shape[1], resumed.prompt_ids.shape[1])
         first_group = int(resumed.groups.max()) + 1 if len(resumed) else 0
         sampled = resumed.completion_mask.sum(dim=1).tolist()
-        partial = PartialCompletion(resumed.completion_ids, sampled, resumed.logps, resumed.weight_versions)
+        mask = torch.full_like(resumed.logps[:1], torch.nan)
+        if resumed.sampling_mask is not None:
+            mask = resumed.sampling_mask[None].to(mask)
+        logps = torch.cat([resumed.logps, mask])
+        partial = PartialCompletion(resumed.completion_ids, sampled, logps, resumed.weight_versions)
         return replace(
             self,
             prompt_ids=torch.cat([padded_left(ids, width) for ids in (resumed.prompt_ids, self.prompt_ids)]),

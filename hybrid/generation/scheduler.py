@@ -442,7 +442,7 @@ class Scheduler:
             sampled = self.sampling_state(count).sample(logits)
         else:
             sampled = self.sampled(logits, rows, positions)
-        self.record(sampled.tokens[None], sampled.logps()[:, None])
+        self.record(sampled.tokens[None], sampled.per_token()[:, None])
 
     def sampled(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> SamplerOutput:
         """Return the next tokens of `rows` int64 [n], at `positions` int64 [n], drawn from their logits [n, vocab]."""
@@ -452,7 +452,7 @@ class Scheduler:
         return sample_tokens(logits, *settings)
 
     def record(self, tokens: torch.Tensor, logps: torch.Tensor) -> None:
-        """Add new tokens, int64 [steps, n], of the last n sequences, and their logprobs, float32 [3, steps, n]."""
+        """Add new tokens, int64 [steps, n], of the last n sequences, and their logprobs, float32 [4, steps, n]."""
         steps, count = tokens.shape
         rows, next_positions = self.runner.rows[-count:], self.runner.positions[-count:]
         positions = next_positions + torch.arange(steps, device=rows.device)[:, None]  # [steps, n]

@@ -19,7 +19,7 @@ from hybrid.generation.shared_prefixes import PackedSequences, packed_hidden_sta
 from hybrid.models.model_inputs import RowInputs, joined_inputs
 from hybrid.models.modules import has_virtual_tokens, hugging_face_model
 from hybrid.runtime.inputs import as_ids, as_mask
-from hybrid.sampling.sampler import score_tokens
+from hybrid.sampling.sampler import NOT_TRUNCATED, score_tokens
 from hybrid.sampling.vocabulary import VocabularySlice, whole_logits
 
 LOGIT_ROWS = 256  # tokens whose logits are in memory at once
@@ -70,10 +70,15 @@ class Scores:
 
 
 def score_logits(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float, vocabulary: VocabularySlice | None, top_k: int
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    vocabulary: VocabularySlice | None,
+    top_k: int,
+    sampling_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return `score_tokens`, and with `top_k` the ids and logprobs of the most probable tokens, [n, top_k] each."""
-    scores = score_tokens(logits, targets, temperature, vocabulary)
+    scores = score_tokens(logits, targets, temperature, vocabulary, sampling_mask)
     if not top_k:
         return scores
     logits = whole_logits(logits, vocabulary)
@@ -209,6 +214,7 @@ def score_with_layer_inputs(
     attention_mask: torch.Tensor,
     temperature: float,
     rows_at_once: int,
+    sampling_mask: torch.Tensor | None = None,
     keeps_inputs: bool = True,
 ) -> LayerInputScores | None:
     """Return the scores of `sequences` by a fused decoder, as `score_packed` does, and the inputs of the layers.
@@ -217,11 +223,12 @@ def score_with_layer_inputs(
     once for each token that follows it. It runs again only if the block pool's limit leaves no room to keep its block.
 
     sequences, attention_mask: int64 [rows, tokens], each row's ones adjacent.
+    sampling_mask: int64 [rows, tokens], of each token's scores; see `score_tokens`.
     keeps_inputs: False on a rank that only runs a group's forwards for another one: they are the same, and None is
         returned.
     """
-    kept = shared_scores(decoder, block_pool, sequences, attention_mask, temperature, rows_at_once, keeps_inputs)
-    scores, index, activations = kept
+    arguments = decoder, block_pool, sequences, attention_mask, temperature, rows_at_once
+    scores, index, activations = shared_scores(*arguments, keeps_inputs, sampling_mask=sampling_mask)
     if activations is None:
         return None
     return LayerInputScores(scores, index.to(decoder.device), activations.layer_inputs, activations.router_indices)
@@ -236,12 +243,14 @@ def shared_scores(
     rows_at_once: int,
     keeps_inputs: bool = False,
     top_k: int = 0,
+    sampling_mask: torch.Tensor | None = None,
 ) -> tuple[Scores, torch.Tensor, LayerActivations | None]:
     """Return scores, the index of LayerInputScores on the host, and the layers' inputs if `keeps_inputs`, of rows whose
     common prefixes are computed once. Logits exist for LOGIT_ROWS tokens at a time."""
     on_host = sequences.cpu()
     packed, index = pack_sequences(on_host, attention_mask, block_pool.shares_prefixes)
-    targets = FollowingTokens.of(index, on_host, packed.count)
+    targets = FollowingTokens.of(index, on_host, packed.count, sampling_mask)
+    masks = None if targets.masks is None else targets.masks.to(decoder.device)
     decoder.reserve(int(attention_mask.sum(dim=1).max()))
     activations = layer_activations(decoder, packed.count) if keeps_inputs else None
     of_pairs = Scores.zeros((len(targets.ids),), top_k, decoder.device)
@@ -250,8 +259,8 @@ def shared_scores(
         for source, target, pair in zip(*parts, strict=True):
             if len(source):
                 # Without a name for the logits, so that they are freed before the next ones are computed.
-                values = score_logits(decoder.logits(hidden[source]), target, temperature, decoder.vocabulary, top_k)
-                of_pairs.put((pair,), values)
+                settings = temperature, decoder.vocabulary, top_k, None if masks is None else masks[pair]
+                of_pairs.put((pair,), score_logits(decoder.logits(hidden[source]), target, *settings))
     return of_pairs.map(lambda values: targets.of_rows(values, index)), index, activations
 
 
@@ -333,23 +342,37 @@ def layer_activations(decoder: AnyDecoder, tokens: int) -> LayerActivations:
 class FollowingTokens:
     """The different tokens that follow each packed token, all on the host: pairs of a packed token and a target.
 
+    Targets with different sampling masks are different.
+
     ids: int64 [pairs], the targets, in the order of the packed tokens.
     starts: int64 [packed tokens + 1], each packed token's first pair, and the number of pairs.
     pair_of: int64 [scored], the pair of each scored token of the rows, row by row.
+    masks: int64 [pairs], the targets' sampling masks; None: they have none.
     """
 
     ids: torch.Tensor
     starts: torch.Tensor
     pair_of: torch.Tensor
+    masks: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, index: torch.Tensor, sequences: torch.Tensor, count: int) -> "FollowingTokens":
-        """index, sequences: int64 [rows, tokens], on the host.  count: of packed tokens."""
+    def of(
+        cls, index: torch.Tensor, sequences: torch.Tensor, count: int, sampling_mask: torch.Tensor | None = None
+    ) -> "FollowingTokens":
+        """index, sequences: int64 [rows, tokens], on the host.  count: of packed tokens.  sampling_mask: None, or int64
+        [rows, tokens]."""
         scored = index[:, :-1] >= 0
         vocabulary = int(sequences.max()) + 1
-        pairs, pair_of = (index[:, :-1][scored] * vocabulary + sequences[:, 1:][scored]).unique(return_inverse=True)
-        starts = torch.searchsorted(pairs, torch.arange(count + 1) * vocabulary)
-        return cls(pairs % vocabulary, starts, pair_of)
+        keys = index[:, :-1][scored] * vocabulary + sequences[:, 1:][scored]
+        if sampling_mask is not None:
+            of_targets = sampling_mask.cpu()[:, 1:][scored] - NOT_TRUNCATED  # from 0
+            vocabulary *= (edges := int(sampling_mask.max()) - NOT_TRUNCATED + 1)
+            keys = keys * edges + of_targets
+        pairs, pair_of = keys.unique(return_inverse=True)
+        starts, pairs = torch.searchsorted(pairs, torch.arange(count + 1) * vocabulary), pairs % vocabulary
+        if sampling_mask is None:
+            return cls(pairs, starts, pair_of)
+        return cls(pairs // edges, starts, pair_of, pairs % edges + NOT_TRUNCATED)
 
     def after(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the pairs of packed tokens, int64 [tokens]: for each pair the token's index in `places`, the target,

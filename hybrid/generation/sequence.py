@@ -24,7 +24,8 @@ class Turn(NamedTuple):
 class Fork:
     """The part of a row before its environment rewrote its history.
 
-    prompt_ids: int64 [n].  tokens: int64 [m].  logps: float32 [3, m]: sampling, old, raw. On the host.
+    prompt_ids: int64 [n].  tokens: int64 [m].  logps: float32 [4, m]: sampling, old, raw, sampling mask. On
+    the host.
     """
 
     prompt_ids: torch.Tensor

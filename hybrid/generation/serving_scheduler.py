@@ -311,7 +311,7 @@ class ServingScheduler(Scheduler):
         if slot.key[0] == self.rank:
             self.num_rows, self.num_tokens = self.num_rows + (reason is not None), self.num_tokens + slot.sent - begin
             tokens = self.buffers.tokens_of(sequence.row, begin, sequence.length).tolist()
-            logps = self.buffers.logps[:, sequence.row, begin : sequence.length].tolist()
+            logps = self.buffers.logps[:3, sequence.row, begin : sequence.length].tolist()
             self.source.give(slot.key[1], Piece(tokens, logps, reason, error))
 
     # -------------------------------------------------------------- decoding

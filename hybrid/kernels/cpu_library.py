@@ -69,7 +69,7 @@ SIGNATURES = {
     "write_kv": ([_pointer, _pointer, _int, *[_pointer] * 3], None),
     "logits": ([_pointer, _pointer, _int, _pointer, _pointer, _int], None),
     "sample": ([_pointer, _int, _pointer, _int], None),
-    "score": ([_pointer, _int, _int, _pointer, _double, _pointer, _pointer, _int], None),
+    "score": ([_pointer, _int, _int, _pointer, _pointer, _double, _pointer, _pointer, _int], None),
     "barrier": ([_pointer], None),
     "gather": ([_pointer, _pointer, _int, _pointer], None),
     "sum": ([_pointer, _pointer, _int], None),

@@ -12,7 +12,8 @@ from hybrid.kernels import require_contiguous
 ROWS = 64  # sequences per program
 # Arguments that differ from batch to batch and must not cause a recompilation.
 VARYING = ("count", "num_stops", "capacity", "table_stride")
-DRAWN = ("sampling_logps", "old_logps", "raw_logps")  # parts of one tensor: their alignment depends on the batch
+# Parts of one tensor: their alignment depends on the batch.
+DRAWN = ("sampling_logps", "old_logps", "raw_logps", "sampling_mask")
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -50,6 +51,7 @@ def _advance_kernel(
     sampling_logps,
     old_logps,
     raw_logps,
+    sampling_mask,
     ids,
     positions,
     lengths,
@@ -81,6 +83,7 @@ def _advance_kernel(
     tl.store(logps + cell, tl.load(sampling_logps + row, mask=runs, other=0.0), mask=runs)
     tl.store(logps + layer + cell, tl.load(old_logps + row, mask=runs, other=0.0), mask=runs)
     tl.store(logps + 2 * layer + cell, tl.load(raw_logps + row, mask=runs, other=0.0), mask=runs)
+    tl.store(logps + 3 * layer + cell, tl.load(sampling_mask + row, mask=runs, other=0.0), mask=runs)
     if HAS_SEEN:
         tl.store(seen + row.to(tl.int64) * seen_stride + token, tl.full((ROWS,), 1, tl.uint8), mask=runs)
     new = tl.load(new_positions + row, mask=runs, other=0) + 1
@@ -98,7 +101,7 @@ def _advance_kernel(
 
 def advance(
     drawn: torch.Tensor,
-    drawn_logps: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    drawn_logps: tuple[torch.Tensor, ...],
     ids: torch.Tensor,
     positions: torch.Tensor,
     lengths: torch.Tensor,
@@ -113,20 +116,20 @@ def advance(
 ) -> None:
     """Record each unfinished sequence's new token, and make it the input of its next step unless it is the last one.
 
-    drawn: int64 [sequences], with three logprobs, float32 [sequences] each.
+    drawn: int64 [sequences], with three logprobs and the sampling mask, float32 [sequences] each.
     ids int64, positions, lengths int32 [sequences]: a step's batch; those of a finished sequence stay as they are, so
         that further steps write its latest key and value once more.
     new_positions: int64 [sequences], the index of the new token in its completion.  limits: int64 [sequences], the most
         new tokens.  finished: int32 [sequences], 0 or 1.  steps: int32 [sequences], tokens recorded so far.
     stop_token_ids: int64 [n].
-    tokens: int64 [max_steps, capacity], and logps: float32 [3, max_steps, capacity], by step and sequence.
+    tokens: int64 [max_steps, capacity], and logps: float32 [4, max_steps, capacity], by step and sequence.
     seen: None, or uint8 [sequences, vocab], 1 for the tokens that a sequence has; rows may be strided.
     """
     (max_steps, capacity), device = tokens.shape, drawn.device
     require_contiguous(device, torch.int64, drawn, ids, new_positions, limits, stop_token_ids, tokens)
     require_contiguous(device, torch.int32, positions, lengths, finished, steps)
     require_contiguous(device, torch.float32, *drawn_logps, logps)
-    assert logps.shape == (3, max_steps, capacity), f"logprobs are {tuple(logps.shape)}, tokens {tuple(tokens.shape)}"
+    assert logps.shape == (4, max_steps, capacity), f"logprobs are {tuple(logps.shape)}, tokens {tuple(tokens.shape)}"
     assert seen is None or (seen.dtype == torch.uint8 and seen.stride(1) == 1), "seen tokens are uint8, by rows"
     grid = (triton.cdiv(len(drawn), ROWS),)
     batch = ids, positions, lengths, new_positions, limits, finished, steps

@@ -23,6 +23,8 @@ launch counted in Triton's interpreter:
     top-k 5000                         608 kB         14 kB + 3.6 MB: 6 passes
     top-p, all logits equal            608 kB         14 kB + 7.2 MB: 12 passes
 
+For the sampling mask each truncated row is read once more: the subs that can hold a kept token.
+
 One program per row and no grid of (row, chunk) programs for each step of the search: such a search takes 8 launches
 for 32 bits at 15 pivots a pass, and each program first has to add up the sums of all chunks of its row. The subs that
 matter are few in all but flat rows: one SM reads 26 kB of L2 in less time than a launch takes, and rows run side by
@@ -51,6 +53,7 @@ NUM_VALUES = tl.constexpr(6)
 # Scores compare as int32 keys. NOTHING, of lanes without a token, is less than the key of -inf.
 NOTHING = tl.constexpr(-(2**31))
 LOWEST = tl.constexpr(-2139095041)  # the key of -inf
+MAX_INT64 = tl.constexpr(2**63 - 1)
 # splitmix64's constants (Steele, Lea, Flood 2014), as in `hybrid/sampling/sampler.py`.
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -356,6 +359,44 @@ def _mass_from(
     return mass
 
 
+@triton.jit
+def _least_kept(
+    token,
+    threshold,
+    dropped_ties,
+    min_p,
+    base,
+    inverse,
+    row,
+    active,
+    count,
+    SUB: tl.constexpr,
+    TILE: tl.constexpr,
+    PENALIZED: tl.constexpr,
+    SHORT: tl.constexpr,
+):
+    """Return the least kept token of the active subs besides `token`, by key and then by id: key · 2^32 + id, int64;
+    MAX_INT64 if there is none.
+
+    Kept are the tokens above the threshold, and those at it without the first `dropped_ties`; of these min-p's.
+    """
+    least, ties = tl.full((), MAX_INT64, tl.int64), 0
+    lanes = tl.arange(0, TILE)
+    for tile in range(0, count, TILE // SUB):
+        keys = _keys_of(tile, row, active, count, SUB, TILE, PENALIZED, SHORT)
+        slots = tile + lanes // SUB
+        ids = tl.load(active + slots, mask=slots < count, other=0) * SUB + lanes % SUB
+        is_likely = (_weights(keys, base, inverse) >= min_p) & (keys > LOWEST)
+        is_tie = (keys == threshold.to(tl.int32)) & is_likely
+        order = ties + tl.cumsum(is_tie.to(tl.int32), 0)
+        is_kept = (keys > threshold.to(tl.int32)) | (is_tie & (order > dropped_ties))
+        codes = (keys.to(tl.int64) << 32) + ids
+        codes = tl.where(is_kept & is_likely & (ids != token), codes, MAX_INT64)
+        least = tl.minimum(least, tl.min(codes, 0))
+        ties += tl.sum(is_tie.to(tl.int32), 0)
+    return least
+
+
 @triton.jit(do_not_specialize=("num_stops",))
 def _draw_kernel(
     logits,
@@ -387,9 +428,9 @@ def _draw_kernel(
 
     If rounding leaves no such sub or token, the last one with any mass. A token without mass is never drawn. A row
     without a softmax gets logprobs of NaN and any token.
-    maxima, sums: of `_sums_kernel`, [.., rows, subs].  tokens int64 [rows].  logprobs float32 [3, rows]: sampling, old,
-    raw.  scratch int32 [rows, TILE + 3 * SUBS]: candidates' keys; the list of active subs; of each active sub the mass
-    above the threshold (float32) and the number of tokens at it.
+    maxima, sums: of `_sums_kernel`, [.., rows, subs].  tokens int64 [rows].  logprobs float32 [4, rows]: sampling, old,
+    raw, sampling mask.  scratch int32 [rows, TILE + 3 * SUBS]: candidates' keys; the list of active subs; of each
+    active sub the mass above the threshold (float32) and the number of tokens at it.
     """
     index, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     logits, seen, values = logits + index * logits_stride, seen + index * seen_stride, values + index * NUM_VALUES
@@ -410,6 +451,7 @@ def _draw_kernel(
     # Kept are the tokens above the threshold, and of each sub the last `sub_ties` of those at it; of these min-p's.
     threshold, min_p = tl.full((), LOWEST, tl.int64), 0.0
     sub_ties = tl.zeros((SUBS,), tl.int32)
+    dropped_ties = 0  # of all tokens at the threshold the first ones
     if TOP_K or TOP_P or MIN_P:
         row = (logits, seen, penalty, stops, num_stops, vocab)
         candidates = scratch + index * (TILE + 3 * SUBS)
@@ -497,6 +539,7 @@ def _draw_kernel(
             missing = tl.ceil((top_p * total - tl.sum(masses.to(tl.float64), 0)) / tie_weight)
             is_cut = has_top_p & (tie_weight > 0) & (missing < number)
             kept = tl.where(is_cut, tl.maximum(missing, 1.0), number).to(tl.int32)
+            dropped_ties = number - kept
             after = number - tl.cumsum(sub_ties, 0)
             sub_ties = tl.minimum(tl.maximum(kept - after, 0), sub_ties)
         sub_mass = tl.where(is_truncated, masses + sub_ties * tie_weight, sub_mass)
@@ -526,7 +569,28 @@ def _draw_kernel(
     score = tl.sum(tl.where(lanes == lane, scores, 0.0), 0)
 
     raw = tl.load(sums + size + cells, mask=is_sub, other=0.0)
-    tl.store(tokens + index, (sub * SUB + lane).to(tl.int64))
+    token = sub * SUB + lane
+    tl.store(tokens + index, token.to(tl.int64))
+    sampling_mask = tl.full((), -1, tl.int64)
+    if TOP_K or TOP_P or MIN_P:
+        edge = _least_kept(
+            token,
+            threshold,
+            dropped_ties,
+            min_p,
+            base,
+            inverse,
+            row,
+            active,
+            count,
+            SUB,
+            TILE,
+            PENALIZED,
+            SHORT,
+        )
+        edge = tl.where(edge == MAX_INT64, token.to(tl.int64), edge & 0xFFFFFFFF)
+        sampling_mask = tl.where(is_truncated, edge, sampling_mask)
+    tl.store(logprobs + 3 * rows + index, sampling_mask.to(tl.float32))
     sampled = (score - base) * inverse - tl.log(kept_mass.to(tl.float32))
     tl.store(logprobs + index, tl.where(full > 0, sampled, float("nan")))
     if PENALIZED or SHORT:
@@ -548,8 +612,8 @@ def sample(
     features: SamplingFeatures,
     seen: torch.Tensor | None = None,
     stop_token_ids: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One token per row and its three logprobs.
+) -> tuple[torch.Tensor, ...]:
+    """One token per row, its three logprobs and its sampling mask.
 
     Scores are the logits after repetition penalty and min_new_tokens; they are divided by the temperature T and
     truncated by top-k, top-p and min-p, in Hugging Face's order. The logprobs: under the distribution drawn from; under
@@ -564,7 +628,7 @@ def sample(
     seen uint8 or bool [rows, vocab], rows may be strided: which tokens prompt and completion have; for the repetition
         penalty.
     stop_token_ids int64 [n]: these are not drawn at positions below min_new_tokens.
-    Returns tokens int64 [rows] and three logprobs float32 [rows].
+    Returns tokens int64 [rows], three logprobs float32 [rows] and the sampling mask, as SamplerOutput's.
     """
     assert logits.dtype == torch.float32 and logits.stride(1) == 1, "logits are float32, their rows contiguous"
     assert positions.dtype in (torch.int32, torch.int64), "positions are int32 or int64"
@@ -592,7 +656,7 @@ def sample(
     empty = logits.new_empty
     maxima, sums = empty((1 + changes, rows, subs)), empty((2 + changes, rows, subs))
     scratch = empty((rows, TILE + 3 * size) if any(truncations.values()) else 1, dtype=torch.int32)
-    tokens, logprobs = empty(rows, dtype=torch.int64), empty((3, rows))
+    tokens, logprobs = empty(rows, dtype=torch.int64), empty((4, rows))
     # A feature that is off has a pointer that is not read.
     inputs = (logits, keys if seen is None else seen, keys if stops is None else stops)
     sizes = (logits.stride(0), 0 if seen is None else seen.stride(0), vocab, 0 if stops is None else len(stops))
@@ -603,5 +667,4 @@ def sample(
         num_warps=8,
         maxnreg=255,  # else ptxas (triton 3.7.1) chooses 128 for sm_80 and spills
     )
-    sampling, old, raw = logprobs.unbind()
-    return tokens, sampling, old, raw
+    return tokens, *logprobs.unbind()

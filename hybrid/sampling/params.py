@@ -207,6 +207,21 @@ def warpers_of(params: SamplingParams) -> processes.LogitsProcessorList:
     return steps
 
 
+def warped(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Return logits [n, vocab] after `warpers_of`. At the edge of top-p the higher ids of equal logits are kept, as by
+    all samplers: Hugging Face's sort is not stable (5.23), and keeps any of them."""
+    no_ids: Any = None  # warpers do not read them
+    for warper in warpers_of(params):
+        if isinstance(warper, processes.TopPLogitsWarper):
+            ascending, order = logits.sort(stable=True)
+            removed = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - warper.top_p
+            removed[:, -1] = False
+            logits = logits.masked_fill(removed.scatter(1, order, removed), -torch.inf)
+        else:
+            logits = warper(no_ids, logits)
+    return logits
+
+
 def check_fields(values: Any, rules: dict[str, Rule], optional: bool = False) -> None:
     """Replace the fields of a frozen dataclass by Python numbers. Raises ValueError for one whose rule does not hold.
 

@@ -10,10 +10,11 @@ import torch
 from hybrid.kernels import has_triton
 from hybrid.kernels.cpu_library import Samples, address, cpu_library
 from hybrid.runtime.inputs import as_ids
-from hybrid.sampling.params import RowParams, SamplingParams, truncates, warpers_of
+from hybrid.sampling.params import RowParams, SamplingParams, truncates, warped
 from hybrid.sampling.vocabulary import VocabularySlice, own_columns
 
-LOGPROBS = ("sampling_logps", "old_logps", "raw_logps")  # fields of SamplerOutput
+PER_TOKEN = ("sampling_logps", "old_logps", "raw_logps", "sampling_mask")  # fields of SamplerOutput
+NOT_TRUNCATED = -1  # of a sampling mask
 
 # splitmix64's constants (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"), as int64.
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
@@ -109,24 +110,27 @@ def entropy(logits: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class SamplerOutput:
-    """Tokens and their logprobs.  tokens: int64 [n].  The logprobs: float32 [n].
+    """Tokens and their logprobs.  tokens: int64 [n].  The others: float32 [n].
 
     sampling_logps: under the distribution drawn from, softmax(logits / T), truncated and renormalised.
     old_logps: under softmax(logits / T).
     raw_logps: under softmax(logits).
+    sampling_mask: the tokens that truncation kept, by the id of the least probable one besides the sampled token: see
+        `masked_logits`. float32 has ids below 2**24 exactly.
     T is the temperature; 1 if the draw is greedy.
-    All three are NaN in a row whose logits have no softmax: one of them is NaN or +inf, or all are -inf. Its token is
-    any of the vocabulary.
+    All three logprobs are NaN in a row whose logits have no softmax: one of them is NaN or +inf, or all are -inf. Its
+    token is any of the vocabulary.
     """
 
     tokens: torch.Tensor
     sampling_logps: torch.Tensor
     old_logps: torch.Tensor
     raw_logps: torch.Tensor
+    sampling_mask: torch.Tensor
 
-    def logps(self) -> torch.Tensor:
-        """Return the three logprobs, float32 [3, n]."""
-        return torch.stack([getattr(self, name) for name in LOGPROBS])
+    def per_token(self) -> torch.Tensor:
+        """Return the three logprobs and the sampling mask, float32 [4, n]."""
+        return torch.stack([getattr(self, name) for name in PER_TOKEN])
 
 
 def sample_tokens(
@@ -182,7 +186,7 @@ def samples_record(
     keys, positions: int64 [n].
     """
     keys, positions, shape = keys.contiguous(), positions.contiguous(), (*steps, len(keys))
-    sampled = SamplerOutput(torch.empty(shape, dtype=torch.int64), *(torch.empty(shape) for _ in LOGPROBS))
+    sampled = SamplerOutput(torch.empty(shape, dtype=torch.int64), *(torch.empty(shape) for _ in PER_TOKEN))
     record = Samples(
         draws=address(params.table, torch.float64),
         draw_of_row=None if params.index is None else address(params.index, torch.int64),
@@ -190,7 +194,7 @@ def samples_record(
         keys=address(keys, torch.int64),
         positions=address(positions, torch.int64),
         tokens=address(sampled.tokens, torch.int64),
-        **{name: address(getattr(sampled, name), torch.float32) for name in LOGPROBS},
+        **{name: address(getattr(sampled, name), torch.float32) for name in PER_TOKEN},
     )
     record.tensors = keys, positions, params, sampled  # keeps alive what it points to
     return record, sampled
@@ -208,7 +212,7 @@ def sample_by_settings(sample: Callable[[SamplingParams, Any], SamplerOutput], p
 
 def in_fields(output: SamplerOutput) -> tuple[torch.Tensor, ...]:
     """Return the fields of an output in their order."""
-    return output.tokens, *(getattr(output, name) for name in LOGPROBS)
+    return output.tokens, *(getattr(output, name) for name in PER_TOKEN)
 
 
 def sample_sharded(
@@ -282,12 +286,12 @@ def sample_sharded_in_torch(
         token, logit = vocabulary.group.gather(candidates).gather(0, owner.expand(1, 2, -1))[0]
     old = ((logit - top) / temperature - cumulative[-1].log()).float()
     raw = (raws * (tops - top).exp()).sum(dim=0)
-    return SamplerOutput(token.long(), old, old, (logit - top - raw.log()).float())
+    return SamplerOutput(token.long(), old, old, (logit - top - raw.log()).float(), not_truncated(old))
 
 
 def of_all_rows(sampled: SamplerOutput, count: int, vocabulary: VocabularySlice) -> SamplerOutput:
     """Return the output of all `count` rows, from each rank's output for its rows of `divided`. A collective."""
-    numbers = torch.cat([sampled.tokens[None].double(), sampled.logps().double()])
+    numbers = torch.cat([sampled.tokens[None].double(), sampled.per_token().double()])
     tokens, *logps = vocabulary.group.gather(numbers).permute(1, 0, 2).flatten(1)[:, :count]
     return SamplerOutput(tokens.long(), *(of_rows.float() for of_rows in logps))
 
@@ -301,39 +305,92 @@ def sample_tokens_in_torch(
     def sample(each: SamplingParams, rows: torch.Tensor | slice) -> SamplerOutput:
         of_rows, temperature = logits[rows], each.temperature
         greedy = temperature == 0
-        no_ids: Any = None  # warpers do not read them
-        scores = of_rows if greedy else warpers_of(each)(no_ids, of_rows)
+        scores = of_rows if greedy else warped(of_rows, each)
         tokens = of_rows.argmax(dim=-1) if greedy else inverse_cdf(scores, uniform(keys[rows], positions[rows]))
         raw = selective_log_softmax(of_rows, tokens)
         old = raw if temperature in (0, 1.0) else selective_log_softmax(of_rows / temperature, tokens)
         sampling = selective_log_softmax(scores, tokens) if truncates(each) else old
         invalid = ~torch.logsumexp(of_rows, dim=-1).isfinite()
-        return SamplerOutput(tokens, *(logps.masked_fill(invalid, torch.nan) for logps in (sampling, old, raw)))
+        mask = sampling_mask_of(scores, of_rows, tokens) if truncates(each) else not_truncated(old)
+        sampling, old, raw = (logps.masked_fill(invalid, torch.nan) for logps in (sampling, old, raw))
+        return SamplerOutput(tokens, sampling, old, raw, mask)
 
     return sample_by_settings(sample, params)
 
 
+def sampling_mask_of(scores: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the sampling mask of tokens, int64 [n], as SamplerOutput has it.
+
+    scores: [n, vocab], -inf where they were truncated.  logits: float32 [n, vocab], what was truncated.
+    """
+    others = logits.masked_fill(scores == -torch.inf, torch.inf).scatter(1, tokens[:, None], torch.inf)
+    least, edge = others.min(dim=1)  # the first of equal ones
+    return torch.where(least == torch.inf, tokens, edge).float()
+
+
+def not_truncated(like: torch.Tensor) -> torch.Tensor:
+    """Return the sampling mask of tokens that were drawn from the whole vocabulary."""
+    return torch.full_like(like, NOT_TRUNCATED)
+
+
+def masked_logits(logits: torch.Tensor, tokens: torch.Tensor, sampling_mask: torch.Tensor) -> torch.Tensor:
+    """Return logits with -inf for the tokens that sampling masks leave out; differentiable.
+
+    A sampling mask is the id of the least probable token that truncation kept besides the sampled one (DeepSeek-V3.2
+    keeps the list, arXiv:2512.02556, section 3.1; vLLM's and SGLang's `return_sampling_mask`). Top-k, top-p and min-p
+    keep the first tokens in the order of logits, of equal ones those with higher ids, so that this id alone gives the
+    kept tokens again from the same logits, ties included. From other logits, of a later policy or another forward, it
+    gives the tokens that are at least as probable as that one, and the sampled token always. Truncating the later
+    logits again, as NeMo-RL does, can leave the sampled token out: its logprob is then -inf, and it drops out of the
+    loss. The edge is another token than the sampled one, whose probability an update changes most, and no logprob: the
+    kept tokens are then 2 to 9 times closer to the list after a step (LOG.md).
+
+    logits: [..., vocabulary].  tokens: int64 [...], the sampled ones.
+    sampling_mask: int64 [...], such ids; the sampled token itself: it was the only one; NOT_TRUNCATED: no token is left
+        out.
+    """
+    edge, token = sampling_mask.clamp(min=0)[..., None], tokens[..., None]
+    values, ids = logits.detach(), torch.arange(logits.shape[-1], device=logits.device)
+    least = values.gather(-1, edge)
+    kept = (values > least) | ((values == least) & (ids >= edge))
+    kept = (kept & (edge != token)) | (sampling_mask == NOT_TRUNCATED)[..., None]
+    return logits.masked_fill(~kept.scatter(-1, token, True), -torch.inf)
+
+
 def score_tokens(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float, vocabulary: VocabularySlice | None = None
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    vocabulary: VocabularySlice | None = None,
+    sampling_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return logprob of each row's target, and the entropy, both under softmax(logits / temperature).
 
     logits float32 [n, vocab], targets int64 [n]; returns float32 [n] twice.  vocabulary: as in `sample_tokens`.
+    sampling_mask: int64 [n], as `masked_logits` takes it: of the softmax over the tokens that it keeps; None: over all.
+        On CPUs the logprob equals `SamplerOutput.sampling_logps` of the same logits, bit for bit.
     """
+    if vocabulary is not None and sampling_mask is not None:
+        local, whole = vocabulary.whole_of_own_rows(logits)
+        scores = torch.stack(score_tokens(whole, targets[local], temperature, None, sampling_mask[local]))
+        return vocabulary.group.gather(scores).permute(1, 0, 2).flatten(1)[:, : len(logits)].unbind()  # type: ignore[return-value]
     if vocabulary is not None:
         return score_sharded(logits, targets, temperature, vocabulary)
     library = cpu_library() if logits.device.type == "cpu" else None
     if library is None:
+        logits = logits if sampling_mask is None else masked_logits(logits, targets, sampling_mask)
         logits = logits / temperature
         return selective_log_softmax(logits, targets), entropy(logits)
     rows, vocab = logits.shape
     logits, targets = logits.contiguous(), targets.contiguous()
+    sampling_mask = None if sampling_mask is None else sampling_mask.contiguous()
     logps, entropies = torch.empty(rows), torch.empty(rows)
     library.score(
         address(logits, torch.float32),
         rows,
         vocab,
         address(targets, torch.int64),
+        None if sampling_mask is None else address(sampling_mask, torch.int64),
         temperature,
         address(logps, torch.float32),
         address(entropies, torch.float32),

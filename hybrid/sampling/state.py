@@ -77,7 +77,7 @@ class SamplingState:
             seen: uint8 [rows, vocab], 1 for the tokens of `token_ids`; None without them.
 
         Returns:
-            A token for each row, int64 [rows], and its three logprobs, float32 [rows] each.
+            A token for each row, int64 [rows], its three logprobs and its sampling mask, float32 [rows] each.
         """
         if self.vocabulary is not None:
             assert self.params.is_uniform, (

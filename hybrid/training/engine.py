@@ -772,6 +772,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         forward: str = "packed",
         router_indices: torch.Tensor | None = None,
         model_inputs: ModelInputs | None = None,
+        sampling_mask: torch.Tensor | None = None,
     ) -> Logps:
         """Return the logprobs of completion tokens under the policy, with gradients. In train mode.
 
@@ -801,6 +802,12 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
                 decoder.
             router_indices: experts to replay, of a mixture, as `RolloutBatch.router_indices`. None: the batch's.
             model_inputs: as `rollout` takes them; None: the batch's. Rows with images run as "model".
+            sampling_mask: `RolloutBatch.sampling_mask`, for logprobs and entropies of the distribution that top_k,
+                top_p and min_p left: log p(token) minus the log of the sum of p over the tokens that they kept. They
+                equal `sampling_per_token_logps` under the same weights, with "exact" on CPUs bit for bit. The kept
+                tokens are the sampler's, as in importance sampling both policies need the same ones: under other
+                weights, or with another forward's rounding, those at least as probable as the mask's token, and the
+                sampled one. None: of the whole vocabulary, also for a batch that has a mask.
 
         Returns:
             Logps, float32 [rows, completion_len] each, 0 where masked.
@@ -819,7 +826,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
             raise ValueError(f"forward: {forward!r} given; it must be one of {', '.join(map(repr, FORWARDS))}")
         temperature = checked_number("temperature", temperature, float, is_divisor, f"above 0, {DIVISOR}")
         info, given = self._builder.info, (attention_mask, completion_mask, router_indices)
-        rows = target_tokens(batch, *given, self.device, model_inputs, info.config)
+        rows = target_tokens(batch, *given, self.device, model_inputs, info.config, sampling_mask)
         info.placeholders.require_inputs("logps", rows.sequences, rows.attention_mask, by_row=rows.model_inputs)
         with self._profiler.phase("train"):
             return self._forwards.logps(rows, temperature, entropy, forward)
@@ -943,7 +950,9 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         """
         self._profiler.count_training_of(other._profiler)
 
-    def _score_with_layer_inputs(self, ids: torch.Tensor, mask: torch.Tensor, temperature: float) -> LayerInputScores:
+    def _score_with_layer_inputs(
+        self, ids: torch.Tensor, mask: torch.Tensor, temperature: float, sampling_mask: torch.Tensor | None = None
+    ) -> LayerInputScores:
         """Return the decoder's scores of rows, [rows, tokens], and the layer inputs that it had.
 
         Raises NotImplementedError, with the reason, if the model has no fused decoder, or its layers are no chain.
@@ -957,7 +966,8 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
             )
         with self._call(None):
             rows_per_forward = self._rollout_settings.max_num_seqs
-            return self._generator.score_with_layer_inputs(ids, mask, None, temperature, rows_per_forward)
+            settings = None, temperature, rows_per_forward, sampling_mask
+            return self._generator.score_with_layer_inputs(ids, mask, *settings)
 
     # ----------------------------------------------------------- inspection
 

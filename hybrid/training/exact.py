@@ -102,8 +102,8 @@ class _ChunkedHead(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         """Return zeros: `outputs` tensors [tokens].
 
-        hidden: [tokens, hidden size].  ids: int64 [tokens].  score: (hidden, ids) to the scores, `outputs` tensors.
-        parameters: those of the head that are trained.
+        hidden: [tokens, hidden size].  ids: int64 [tokens], or [tokens, 2] with sampling masks.
+        score: (hidden, ids) to the scores, `outputs` tensors.  parameters: those of the head that are trained.
         """
         ctx.hidden, ctx.ids, ctx.score, ctx.chunk_size, ctx.parameters = hidden, ids, score, chunk_size, parameters
         return tuple(hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(outputs))

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 
 from hybrid.generation.routing import NOT_ROUTED, replay_routing
 from hybrid.generation.scoring import LayerInputScores, padded_forward
+from hybrid.sampling.sampler import masked_logits
 from hybrid.training.exact import head_without_forward, layers_at_inputs
 from hybrid.training.packed_attention import PackedAttention, attention_replaced
 from hybrid.training.packed_forwards import (
@@ -88,8 +89,8 @@ class TrainingForwards(PackedForwards):
         any_rank: as in PackedForwards.
         modules: likewise.
         ranks: likewise.
-        score_with_layer_inputs: the decoder's scores of (sequences, attention_mask, temperature), with its layer
-            inputs; None: "exact" is not available.
+        score_with_layer_inputs: the decoder's scores of (sequences, attention_mask, temperature, sampling_mask), with
+            its layer inputs; None: "exact" is not available.
     """
 
     name, compared, difference, change = "logps", "logprobs", "nats on average", "nats"
@@ -102,7 +103,7 @@ class TrainingForwards(PackedForwards):
         layers: Sequence[nn.Module] = (),
         any_rank: Callable[[bool], bool] = bool,
         modules: Callable[[], list[nn.Module]] | None = None,
-        score_with_layer_inputs: Callable[[torch.Tensor, torch.Tensor, float], LayerInputScores] | None = None,
+        score_with_layer_inputs: Callable[..., LayerInputScores] | None = None,
         ranks: SequenceParallel | None = None,
     ):
         super().__init__(engine, module, model, any_rank, modules, ranks)
@@ -160,7 +161,8 @@ class TrainingForwards(PackedForwards):
             run = padded_forward(self.model, self.engine)
             logits = run(ids, rows.attention_mask, rows.model_inputs).logits
         logits = logits[:, -ids.shape[1] :][:, :-1]  # a prompt encoder's virtual tokens come first
-        for values in logps_and_entropies(logits, ids[:, 1:], temperature, entropy):
+        sampling_mask = None if rows.sampling_mask is None else rows.sampling_mask[:, 1:]
+        for values in logps_and_entropies(logits, ids[:, 1:], temperature, entropy, sampling_mask):
             yield torch.where(wanted, F.pad(values, (1, 0)), 0.0)
         if token_loss is not None:
             row, column = wanted.nonzero(as_tuple=True)
@@ -187,7 +189,8 @@ class TrainingForwards(PackedForwards):
         reasons: see `PackedAttention`.
         """
         loss, ranks = None, self._sharing_ranks(rows, reasons is not None)
-        targets = PackedTargets(rows, min_shared or self.min_shared, token_loss is not None, ranks)
+        by_row = token_loss is not None or rows.sampling_mask is not None
+        targets = PackedTargets(rows, min_shared or self.min_shared, by_row, ranks)
         if token_loss is not None:
             columns = targets.column - rows.sequences.shape[1] + rows.width
             loss = token_loss, targets.own_pairs(targets.row), targets.own_pairs(columns)
@@ -201,7 +204,8 @@ class TrainingForwards(PackedForwards):
             with attention_replaced(self.configs, attention), self._replayed(experts):
                 yield
 
-        head = partial(chunked_logps, temperature=temperature, entropy=entropy, loss=loss)
+        sampling_mask = targets.masks()
+        head = partial(chunked_logps, temperature=temperature, entropy=entropy, loss=loss, sampling_mask=sampling_mask)
         yield from map(targets.in_rows, graph_within(partial(self._scores, targets, head), as_packed))
 
     def last_hidden_states(self, rows: TargetTokens) -> torch.Tensor:
@@ -223,13 +227,13 @@ class TrainingForwards(PackedForwards):
         model's modules at the layer inputs that the kernels had."""
         assert self.score_with_layer_inputs is not None, "an engine has it"
         with torch.no_grad():
-            kept = self.score_with_layer_inputs(rows.sequences, rows.attention_mask, temperature)
+            kept = self.score_with_layer_inputs(rows.sequences, rows.attention_mask, temperature, rows.sampling_mask)
         scores = kept.scores.per_token_logps, kept.scores.entropies
         values = [F.pad(value, (1, 0)) for value in (scores if entropy else scores[:1])]
         if not torch.is_grad_enabled():
             yield from (torch.where(rows.wanted, value, 0.0) for value in values)
             return
-        targets = PackedTargets(rows, self.min_shared)
+        targets = PackedTargets(rows, self.min_shared, of_rows=rows.sampling_mask is not None)
         attention, place = PackedAttention(targets.packed), targets.packed.of_rows(kept.index, 0)[0]
         experts = None if kept.router_indices is None else kept.router_indices[place][None]
 
@@ -247,7 +251,8 @@ class TrainingForwards(PackedForwards):
             ):
                 yield
 
-        run = partial(self._scores, targets, partial(exact_head, temperature=temperature, entropy=entropy))
+        head = partial(exact_head, temperature=temperature, entropy=entropy, sampling_mask=targets.masks())
+        run = partial(self._scores, targets, head)
         known = [targets.of_rows(value) for value in values]
         yield from map(targets.in_rows, graph_within(run, as_sampled, known))
 
@@ -306,7 +311,11 @@ def at_temperature(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 
 def logps_and_entropies(
-    logits: torch.Tensor, ids: torch.Tensor, temperature: float, entropy: bool
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    temperature: float,
+    entropy: bool,
+    sampling_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return logprobs of `ids` under softmax(logits / temperature) and, with `entropy`, entropies in nats;
     differentiable.
@@ -314,10 +323,14 @@ def logps_and_entropies(
     Args:
         logits: [..., vocabulary].
         ids: int64 [...].
+        sampling_mask: int64 [...], as `masked_logits` takes it: the softmax is over the tokens that it keeps. None:
+            over all.
 
     Returns:
         One or two tensors [...], float32, or float64 if the logits are.
     """
+    if sampling_mask is not None:
+        logits = masked_logits(logits, ids, sampling_mask)
     logits = at_temperature(logits, temperature)
     if not entropy:
         chosen = logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
@@ -336,6 +349,7 @@ def chunked_logps(
     entropy: bool = False,
     chunk_size: int = HEAD_TOKENS,
     loss: tuple[TokenLoss, torch.Tensor, torch.Tensor] | None = None,
+    sampling_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return logprobs of `ids` under a model's head and, with `entropy`, entropies in nats; differentiable.
 
@@ -349,15 +363,17 @@ def chunked_logps(
         config: the model's.
         temperature: divides the logits.
         loss: a loss of each token's logits, and the tokens' rows and columns for it, int64 [tokens].
+        sampling_mask: int64 [tokens], as in `logps_and_entropies`.
 
     Returns:
         One to three tensors [tokens], float32, or float64 if the logits are: logprobs, entropies, losses.
     """
     token_loss, *at = loss or (None,)
     score = partial(head_scores, head.forward, config, temperature, entropy, token_loss)
+    targets = ids if sampling_mask is None else torch.stack([ids, sampling_mask], dim=1)
 
     def score_chunks(hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        parts = zip(*(tensor.split(chunk_size) for tensor in (hidden, ids, *at)), strict=True)
+        parts = zip(*(tensor.split(chunk_size) for tensor in (hidden, targets, *at)), strict=True)
         scores = (checkpoint(score, *part, use_reentrant=False) for part in parts)
         return tuple(map(torch.cat, zip(*scores, strict=True)))
 
@@ -375,12 +391,14 @@ def exact_head(
     config: PretrainedConfig,
     temperature: float,
     entropy: bool,
+    sampling_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return zeros with the gradients of `chunked_logps`, whose arguments these are."""
     score = partial(head_scores, head.forward, config, temperature, entropy, None)
+    targets = ids if sampling_mask is None else torch.stack([ids, sampling_mask], dim=1)
 
     def without_forward(hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return head_without_forward(hidden, ids, score, HEAD_TOKENS, 1 + entropy, head)
+        return head_without_forward(hidden, targets, score, HEAD_TOKENS, 1 + entropy, head)
 
     with patched_attribute(head, "forward", without_forward):
         return head(hidden)
@@ -409,14 +427,14 @@ def head_scores(
     entropy: bool,
     token_loss: TokenLoss | None,
     hidden: torch.Tensor,
-    ids: torch.Tensor,
+    targets: torch.Tensor,
     *at: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     """Return `logps_and_entropies` of the model's logits, and `token_loss` of the same logits if it is not None.
 
     Args:
         hidden: [tokens, hidden size].
-        ids: int64 [tokens].
+        targets: token ids, int64 [tokens]; or with sampling masks, int64 [tokens, 2].
         at: the tokens' rows and columns, int64 [tokens] each; without a `token_loss` nothing.
     """
 
@@ -424,7 +442,8 @@ def head_scores(
         return at_temperature(scaled_logits(head_forward(hidden), config), temperature)
 
     logits = logits_of(hidden)
-    scores = logps_and_entropies(logits, ids, 1.0, entropy)
+    ids, *sampling_mask = targets.unbind(1) if targets.dim() == 2 else (targets,)
+    scores = logps_and_entropies(logits, ids, 1.0, entropy, *sampling_mask)
     if token_loss is None:
         return scores
     rows, columns = at

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import PretrainedConfig
 
@@ -21,6 +22,7 @@ from hybrid.models.modules import has_virtual_tokens, hugging_face_model
 from hybrid.models.placeholders import Placeholders
 from hybrid.rollout import RolloutBatch, check_prompts
 from hybrid.runtime.inputs import as_ids, as_mask
+from hybrid.sampling.sampler import NOT_TRUNCATED
 from hybrid.training.packed_attention import attention_configs
 from hybrid.training.packing import MIN_SHARED, pack_rows
 from hybrid.training.sequence_parallel import SequenceParallel
@@ -40,6 +42,7 @@ class TargetTokens:
         width: the last columns, those of completions.
         router_indices: experts to replay, integers [rows, columns, layers with experts, experts per token]; or None.
         model_inputs: each row's inputs besides token ids; empty: rows of text.
+        sampling_mask: int64 [rows, columns], of the tokens' logprobs, as `masked_logits` takes it; or None.
     """
 
     sequences: torch.Tensor
@@ -48,6 +51,7 @@ class TargetTokens:
     width: int
     router_indices: torch.Tensor | None = None
     model_inputs: Sequence[RowInputs] = ()
+    sampling_mask: torch.Tensor | None = None
 
 
 class PackedTargets:
@@ -66,7 +70,7 @@ class PackedTargets:
         self.packed = pack_rows(rows.sequences, rows.attention_mask, rows.wanted, min_shared)
         if ranks is not None:
             self.packed = self.packed.divisible(ranks.size)
-        self.wanted, self.ranks = rows.wanted, ranks
+        self.wanted, self.ranks, self.sampling_mask = rows.wanted, ranks, rows.sampling_mask
         self.row, self.column = rows.wanted.nonzero(as_tuple=True)
         pairs = torch.stack([self.packed.index[self.row, self.column - 1], rows.sequences[self.row, self.column]])
         # int64 [pairs]: packed tokens, and the targets after them; and each wanted token's pair
@@ -84,6 +88,10 @@ class PackedTargets:
     def own_pairs(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values of this rank's pairs, of those of all ranks', [pairs, ...]."""
         return values if self.ranks is None else values[self.places]
+
+    def masks(self) -> torch.Tensor | None:
+        """Return the sampling masks of this rank's pairs, int64 [pairs]; None if rows have none. Expects `of_rows`."""
+        return None if self.sampling_mask is None else self.own_pairs(self.sampling_mask[self.row, self.column])
 
     def in_rows(self, values: torch.Tensor) -> torch.Tensor:
         """Return values of the pairs, [pairs, ...], at the wanted tokens, [rows, columns, ...]; 0 elsewhere."""
@@ -198,7 +206,7 @@ class PackedForwards(ABC):
         if self.ranks is None or not (compares or torch.is_grad_enabled()):
             return None
         if not compares:
-            self.ranks.require_same((rows.sequences, rows.attention_mask, rows.wanted, rows.router_indices))
+            self.ranks.require_same((rows.sequences, rows.attention_mask, rows.wanted, rows.router_indices, rows.sampling_mask))
         return self.ranks
 
     def _list_modules(self) -> None:
@@ -285,8 +293,9 @@ def target_tokens(
     device: torch.device,
     model_inputs: ModelInputs | None = None,
     config: PretrainedConfig | None = None,
+    sampling_mask: torch.Tensor | None = None,
 ) -> TargetTokens:
-    """Return the rows of `HybridEngine.logps`.  config: of the model, for model inputs.
+    """Return the rows of `HybridEngine.logps`.  config: of the model, for model inputs and sampling masks.
 
     Raises:
         TypeError: if the sequences are neither a RolloutBatch nor a tensor.
@@ -316,7 +325,27 @@ def target_tokens(
     wanted = torch.zeros_like(kept)
     wanted[:, -width:] = as_mask(completion_mask, device).bool() & kept[:, -width:] & kept[:, -width - 1 : -1]
     inputs = split_inputs(model_inputs, config, sequences, attention_mask)
-    return TargetTokens(sequences, attention_mask, wanted, width, router_indices, inputs)
+    if sampling_mask is not None:
+        assert config is not None, "the vocabulary's size is known"
+        sampling_mask = _mask_of_sequences(sampling_mask, wanted, width, config.get_text_config().vocab_size)
+    return TargetTokens(sequences, attention_mask, wanted, width, router_indices, inputs, sampling_mask)
+
+
+def _mask_of_sequences(mask: torch.Tensor, wanted: torch.Tensor, width: int, vocab_size: int) -> torch.Tensor:
+    """Return the sampling mask of completions for sequences, int64 [rows, columns], NOT_TRUNCATED where no logprob is
+    wanted. Raises ValueError if it does not fit."""
+    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.int64 or mask.shape != (len(wanted), width):
+        given = tuple(mask.shape), mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise ValueError(
+            f"sampling_mask: {given} given; it must be int64 [{len(wanted)}, {width}], as RolloutBatch.sampling_mask"
+        )
+    mask = F.pad(mask.to(wanted.device), (wanted.shape[1] - width, 0)).masked_fill(~wanted, NOT_TRUNCATED)
+    if mask.numel() and not NOT_TRUNCATED <= int(mask.min()) <= int(mask.max()) < vocab_size:
+        raise ValueError(
+            f"sampling_mask: ids from {int(mask.min())} to {int(mask.max())} given; they must be token ids below "
+            f"{vocab_size}, or {NOT_TRUNCATED} for tokens that were drawn from the whole vocabulary"
+        )
+    return mask
 
 
 def dropout_of(module: nn.Module) -> tuple[str, float]:

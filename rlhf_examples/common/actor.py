@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from rlhf_examples.common.rollouts import (
     forward_batch_size,
     rank_row_ids,
     roll_out,
+    sampled_logps,
     sampling,
     sampling_seed,
     training_logps,
@@ -86,7 +88,7 @@ class Actor(Trained):
         Also as sampled if training computes the same values, by the exact forward: every ratio is then 1.
         """
         if self.args.logprob_mode == "sampling" or self.trains_as_sampled(batch):
-            return batch.old_per_token_logps
+            return sampled_logps(batch, self.args)
         given: dict[str, Any] = {"temperature": self.args.temperature, "model_inputs": batch.model_inputs}
         scores = self.policy.score(batch.sequences, batch.attention_mask, **given)
         return scores.per_token_logps[:, -batch.completion_mask.shape[1] :]
@@ -106,10 +108,13 @@ class Actor(Trained):
         self, batch: hybrid.RolloutBatch, phases: Phases
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Logprobs that are computed in the window of the rollout: the old ones (None with
-        `importance_sampling_correction`) and the reference's (None without one), float32 [rows, completion].
+        `importance_sampling_correction`, and with `keep_sampling_mask` if they are recomputed) and the reference's
+        (None without one), float32 [rows, completion]. The reference's are of the whole vocabulary: with a mask the KL
+        is that of the truncated policy to the whole reference.
         """
-        corrected = self.args.importance_sampling_correction and not self.trains_as_sampled(batch)
-        old_logps = None if corrected else self.old_logps(batch)
+        masked = self.args.keep_sampling_mask and self.args.logprob_mode == "recompute"
+        in_training = self.args.importance_sampling_correction or masked
+        old_logps = None if in_training and not self.trains_as_sampled(batch) else self.old_logps(batch)
         phases.end("old_logps")
         ref_logps = self.reference_logps(batch) if self.needs_reference else None
         phases.end("ref_logps")
@@ -153,6 +158,18 @@ class Actor(Trained):
         for engine in (self.policy, self.reference):
             if engine is not None:
                 engine.destroy()
+
+
+def warn_of_truncation(args: RolloutArguments) -> None:
+    """Warn once that completions are sampled from a truncated distribution, and logprobs are of the whole one."""
+    if args.truncates and not args.keep_sampling_mask and dist.get_rank() == 0:
+        warnings.warn(
+            f"top_p: {args.top_p:g} and top_k: {args.top_k} truncate the sampled distribution, but the policy's "
+            "logprobs are of the whole vocabulary: each ratio of policy and sampler is too small by the probability "
+            "that was cut off, and tokens that were cut off still get gradients. Give keep_sampling_mask: true, or "
+            "sample with top_p: 1 and top_k: 0",
+            stacklevel=2,
+        )
 
 
 def rollout_config(args: RolloutArguments) -> dict[str, dict]:

@@ -76,6 +76,7 @@ NOT_OF_ENVIRONMENTS = """
 NOT_OF_IMAGES = """
     streaming data_split eval_data_path eval_reward eval_every metric_for_best_model save_every resume dynamic_sampling
     partial_rollout importance_sampling_correction soft_punish_cache entropy_coef use_adaptive_entropy
+    keep_sampling_mask
     max_tokens_per_batch log_rollouts
 """.split()
 
@@ -331,6 +332,11 @@ class RolloutArguments(RunArguments):
     )
     importance_sampling_clip_max: Annotated[float, Within(1)] = arg(2.0, "upper bound of these ratios")
     importance_sampling_clip_min: Share = arg(0.0, "lower bound of these ratios")
+    keep_sampling_mask: bool = arg(
+        False,
+        "all logprobs of the policy are of the tokens that top_p and top_k kept in the rollout (DeepSeek-V3.2); false: "
+        "of the whole vocabulary",
+    )
     actor_learning_rate: float = arg(1e-4, "peak learning rate of the policy", TRAINING)
     actor_weight_decay: float = arg(0.0, "weight decay")
     lr_scheduler_type: str = arg("constant", "one of transformers' schedules: linear, cosine, constant, …")
@@ -376,6 +382,16 @@ class RolloutArguments(RunArguments):
             "importance_sampling_correction: true given with logprob_mode: 'sampling', where the old logprobs are "
             "the sampler's and every ratio would be 1; use logprob_mode: 'recompute'",
         )
+        yield (
+            self.keep_sampling_mask and not self.truncates,
+            f"keep_sampling_mask: true given with top_p: {self.top_p:g} and top_k: {self.top_k}, which leave no token "
+            "out; give one of them, or leave it out",
+        )
+
+    @property
+    def truncates(self) -> bool:
+        """Whether completions are sampled from a truncated distribution."""
+        return self.top_p < 1 or self.top_k > 0
 
 
 @dataclass
@@ -638,6 +654,10 @@ class DistillArguments(RolloutArguments):
             self.importance_sampling_correction,
             "importance_sampling_correction: true given; the loss of distillation has no ratio to weight: leave it out",
         )
+        yield (
+            self.keep_sampling_mask,
+            "keep_sampling_mask: true given; distillation compares whole distributions: leave it out",
+        )
 
     def require_inputs(self, written_later: str = "") -> None:
         """See ScriptArguments; also a teacher is required."""
@@ -674,6 +694,11 @@ class AgentArguments(GRPOArguments):
             self.harness and self.log_rollouts,
             f"log_rollouts: true given with harness: {self.harness!r}; each request of a program has a sampling key of "
             "its own, which its rows do not keep: leave one of the two out",
+        )
+        yield (
+            self.harness and self.keep_sampling_mask,
+            f"keep_sampling_mask: true given with harness: {self.harness!r}; rows of requests have no mask: leave one "
+            "of the two out",
         )
 
 

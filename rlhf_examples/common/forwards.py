@@ -16,12 +16,15 @@ def token_logps(
     temperature: float,
     forward: str,
     entropy: bool = False,
+    sampling_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Logprobs of the completion tokens, and with `entropy` entropies; differentiable.
 
-    sequences, mask [B, T]; returns float32 [B, width], 0 where masked.  forward: as in `HybridEngine.logps`.
+    sequences, mask [B, T]; returns float32 [B, width], 0 where masked.  forward, sampling_mask: as in
+    `HybridEngine.logps`.
     """
-    return policy.logps(sequences, mask, mask[:, -width:], temperature=temperature, entropy=entropy, forward=forward)
+    learned = mask[:, -width:]
+    return policy.logps(sequences, mask, learned, temperature, entropy, forward, sampling_mask=sampling_mask)
 
 
 def token_values(

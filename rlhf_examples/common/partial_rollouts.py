@@ -236,7 +236,7 @@ class PartialRollouts:
         return {
             "open": {number: plain(moved(group, torch.device("cpu"))) for number, group in self.open.items()},
             "ready": [plain(moved(group, torch.device("cpu"))) for group in self.ready],
-            "unfinished": None if self.unfinished is None else {k: v.cpu() for k, v in vars(self.unfinished).items()},
+            "unfinished": None if self.unfinished is None else on_host(self.unfinished),
             "numbers": self.numbers,
             "samples": self.samples,
             "restart": self.restart,
@@ -311,6 +311,11 @@ def dynamic_sampling_metrics(scored: list[Group], missing: int, rounds: int, nam
         "dynamic_sampling/groups_without_spread": sums["missing"],
         "dynamic_sampling/reward": sums["scores"] / max(sums["scored"], 1),
     }
+
+
+def on_host(rows: hybrid.UnfinishedRows) -> dict[str, torch.Tensor]:
+    """Unfinished rows as tensors in host memory."""
+    return {name: value.cpu() for name, value in vars(rows).items() if value is not None}
 
 
 def plain(group: Group) -> dict[str, Any]:

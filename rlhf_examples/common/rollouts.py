@@ -6,6 +6,7 @@ number of ranks: every rank holds the experience of all ranks, and takes its sha
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import repeat
 from typing import Any, Self, TypeVar
 
 import torch
@@ -33,6 +34,7 @@ class Experience:
     advantages that are one a row, [rows].
     mask: the learned tokens.  sampling_logps: the sampler's, of the policy at the sampling temperature.
     weights: factors of the tokens' policy loss.
+    sampling_mask: which tokens the policy's logprobs are over, as in RolloutBatch; None: over all.
     A field whose metadata have "uncropped" keeps its columns in `take`.
     """
 
@@ -46,6 +48,7 @@ class Experience:
     ref_logps: torch.Tensor | None = None
     old_values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
+    sampling_mask: torch.Tensor | None = None
 
     def select(self, rows: torch.Tensor) -> Self:
         """A selection of the rows."""
@@ -307,6 +310,23 @@ def completion_metrics(batch: hybrid.RolloutBatch) -> Metrics:
     }
 
 
+def sampled_logps(batch: hybrid.RolloutBatch, args: RolloutArguments) -> torch.Tensor:
+    """The sampler's logprobs of what training computes: of the kept tokens with `keep_sampling_mask`, else of the
+    whole vocabulary.  float32 [rows, completion]
+    """
+    return batch.sampling_per_token_logps if args.keep_sampling_mask else batch.old_per_token_logps
+
+
+def kept_mask(batch: hybrid.RolloutBatch, args: RolloutArguments) -> torch.Tensor | None:
+    """The batch's sampling mask with `keep_sampling_mask`, else None. Raises ValueError if the batch has none."""
+    if args.keep_sampling_mask and batch.sampling_mask is None:
+        raise ValueError(
+            "keep_sampling_mask: true given, but the rollout has no sampling mask; it began before the setting was "
+            "given, or samples with more than temperature, top_p and top_k: begin a new run, or leave it out"
+        )
+    return batch.sampling_mask if args.keep_sampling_mask else None
+
+
 def loss_weights(
     old_logps: torch.Tensor, sampling_logps: torch.Tensor, mask: torch.Tensor, args: RolloutArguments
 ) -> tuple[torch.Tensor, Metrics]:
@@ -341,9 +361,11 @@ def training_logps(policy: hybrid.HybridEngine, batch: hybrid.RolloutBatch, args
     """`token_logps` of the training forward itself, in train mode, without gradients.  float32 [rows, completion]"""
     policy.train()
     width, size = batch.completion_mask.shape[1], forward_batch_size(args, batch.sequences.shape[1])
-    parts = zip(batch.sequences.split(size), batch.attention_mask.split(size), strict=True)
-    forward = (args.temperature, args.training_forward)
-    return torch.cat([token_logps(policy, ids, mask, width, *forward)[0] for ids, mask in parts])
+    kept, forward = kept_mask(batch, args), (args.temperature, args.training_forward)
+    masks = repeat(None) if kept is None else kept.split(size)
+    parts = zip(batch.sequences.split(size), batch.attention_mask.split(size), masks, strict=False)
+    logps = (token_logps(policy, ids, mask, width, *forward, sampling_mask=part)[0] for ids, mask, part in parts)
+    return torch.cat(list(logps))
 
 
 @torch.no_grad()
@@ -356,7 +378,8 @@ def row_by_row_logps(policy: hybrid.HybridEngine, experience: Experience, args: 
     for index in range(len(alone)):
         row = experience.take(torch.tensor([index]))
         width, forward = row.mask.shape[1], (args.temperature, args.training_forward)
-        alone[index, :width] = token_logps(policy, row.sequences, row.attention_mask, width, *forward)[0][0]
+        rows = row.sequences, row.attention_mask, width
+        alone[index, :width] = token_logps(policy, *rows, *forward, sampling_mask=row.sampling_mask)[0][0]
     return alone
 
 

@@ -412,6 +412,9 @@ def check_unsupported() -> None:
     engine = quietly(hybrid.initialize, model=tiny_model("llama"), config=settings(3))[0]
     good = integration.rollout_func(["a", "b"], stand_in(engine))
     assert [len(row) for row in good["completion_ids"]] == [len(row) for row in good["logprobs"]]
+    truncated = {"max_new_tokens": 4, "top_k": 5}
+    with pytest.warns(UserWarning, match="rollout_func: top_p=1, top_k=5, .* has no sampling mask"):
+        integration.rollout_func(["a", "b"], stand_in(engine, generation_kwargs=truncated))
     before = storage_digest(engine)
     unsupported = {"max_new_tokens": 4, "suppress_tokens": [3]}
     beams = {"max_new_tokens": 4, "num_beams": 2}

@@ -105,7 +105,7 @@ class Decode:
         drawn = sample_tokens(logits, self.keys[rows], positions, *settings)
         for index, row in enumerate(rows):
             self.tokens[row].append(int(drawn.tokens[index]))
-            self.logps[row].append(drawn.logps()[:, index].cpu())
+            self.logps[row].append(drawn.per_token()[:, index].cpu())
 
     def running(self) -> list[int]:
         """The rows that have not ended."""

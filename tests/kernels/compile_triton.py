@@ -161,7 +161,7 @@ def launch_loop() -> None:
     """What a decode step does outside of its layers, with and without the tokens that a sequence has."""
     ids, numbers, tables = torch.empty(4, dtype=torch.int64), torch.empty(4, dtype=torch.int32), torch.empty(4, 9)
     triton_decode.decode_slot_mapping(numbers, tables.int(), 32)
-    logps, tokens, results = [torch.empty(4)] * 3, torch.empty(32, 4, dtype=torch.int64), torch.empty(3, 32, 4)
+    logps, tokens, results = [torch.empty(4)] * 4, torch.empty(32, 4, dtype=torch.int64), torch.empty(4, 32, 4)
     for seen in (None, torch.empty(4, 151937, dtype=torch.uint8)):
         batch = ids, numbers, numbers, ids, ids, numbers, numbers
         triton_decode.advance(ids, logps, *batch, ids, tokens, results, seen)

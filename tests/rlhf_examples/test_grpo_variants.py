@@ -2,6 +2,7 @@
 
 import math
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,8 @@ CASES = {
         "reward_weights": [1.0, 0.5],
         "multi_objective_aggregation": "normalize_then_sum",
     },
+    "sampling mask": {"top_k": 5, "top_p": 0.95, "keep_sampling_mask": True, "beta": 0.1},
+    "sampling mask corrected": {"top_k": 5, "keep_sampling_mask": True, "importance_sampling_correction": True},
     "kl in reward": {"advantages": "reinforce_plus_plus", "use_kl_in_reward": True, "beta": 0.1},
     "adaptive entropy": {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 20.0},
 }
@@ -89,6 +92,34 @@ def test_a_small_run_learns_with_every_variant(ranks, small, tmp_path, case):
         assert [row["entropy_coef"] for row in rows] == pytest.approx([0.1 + 4 * 0.005, 0.1 + 8 * 0.005])
     if case == "gdpo":
         assert {"rewards/number_of_words/mean", "rewards/length/mean", "rewards/reward/mean"} <= rows[0].keys()
+
+
+def run_and_count_warnings(settings: dict) -> int:
+    """Run GRPO in this rank; returns how often it warned of truncated sampling."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_in_this_rank("grpo", settings)
+    return sum("truncate the sampled distribution" in str(warning.message) for warning in caught)
+
+
+@pytest.mark.parametrize("forward", slow_but(["exact"], ["exact", "packed"]))
+def test_a_sampling_mask_makes_sampler_and_trainer_one_policy(ranks, small, tmp_path, forward):
+    """At the weights that sampled, the ratio of the trainer's probability to the sampler's is 1 with the mask, and the
+    probability that was not cut off without it, about which the first rank warns once."""
+    settings = models_of("grpo", small) | SHORT | {"num_grpo_iterations": 1, "num_iterations": 1, "top_k": 3}
+    settings |= {"importance_sampling_correction": True, "training_forward": forward}
+    rows = {}
+    for keeps in (False, True):
+        directory = tmp_path / str(keeps)
+        given = settings | {"output_dir": str(directory), "keep_sampling_mask": keeps}
+        assert ranks.run(run_and_count_warnings, given) == ([0, 0] if keeps else [1, 0])
+        (rows[keeps],) = logged(directory)
+    ratio = "sampling/importance_sampling_ratio/"
+    assert rows[False][ratio + "mean"] < 0.99
+    for name in ("min", "mean", "max"):
+        assert rows[True][ratio + name] == (1.0 if forward == "exact" else pytest.approx(1.0, abs=1e-4))
+    assert rows[True]["sampling/sampling_logp_difference/max"] < (1e-9 if forward == "exact" else 1e-4)
+    assert rows[True]["entropy"] < rows[False]["entropy"], "of three tokens, not of all"
 
 
 def test_every_row_of_the_table_is_a_case_here():

@@ -70,6 +70,8 @@ def test_metrics_of_every_script_do_not_depend_on_ranks_and_zero_stage(script, a
     [
         ("ppo", {"max_tokens_per_batch": 60}),
         ("ppo", {"training_forward": "model"}),
+        ("ppo", {"top_k": 5, "keep_sampling_mask": True, "entropy_coef": 0.1}),
+        ("grpo", {"top_p": 0.8, "keep_sampling_mask": True, "beta": 0.1}),
         ("ppo", {"entropy_coef": 0.1, "unsupervised_data_path": ["synthetic:stories"], "unsup_coef": 1.0}),
         ("grpo", {"loss_type": "grpo", "beta": 0.1, "mask_truncated_completions": True}),
         ("grpo", {"loss_type": "dr_grpo", "scale_rewards": "batch", "importance_sampling_level": "sequence"}),

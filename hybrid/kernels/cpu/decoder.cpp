@@ -1411,12 +1411,13 @@ void sum(Group* group, float* data, int64_t count) { sum_in_memory(*group, data,
 
 // Draws from logits float32 [rows, vocabulary]. A row without a softmax gets token 0 and logprobs of NaN.
 void sample(const float* logits, int64_t vocabulary, const Samples* samples, int64_t threads) {
-  const auto& [draws, draw_of_row, rows, keys, positions, tokens, sampling_logps, old_logps, raw_logps] = *samples;
+  const auto& [draws, draw_of_row, rows, keys, positions, tokens, sampling_logps, old_logps, raw_logps, sampling_mask] = *samples;
   over_rows(rows, threads, [&](int64_t r) {
     const Draw& draw = draw_of(*samples, r);
     const float inverse_temperature = inverse_temperature_of(draw);
     const Row row(logits + r * vocabulary, vocabulary, inverse_temperature);
     double mass = row.mass;
+    sampling_mask[r] = -1;
     if (!row.is_valid()) {
       tokens[r] = 0;
       sampling_logps[r] = old_logps[r] = raw_logps[r] = NAN;
@@ -1426,7 +1427,7 @@ void sample(const float* logits, int64_t vocabulary, const Samples* samples, int
       tokens[r] = row.argmax();
     } else {
       const double u = uniform(keys[r], positions[r]);
-      tokens[r] = truncates(draw) ? truncated_draw(row, draw, u, mass) : row.inverse_cdf(u, inverse_temperature);
+      tokens[r] = truncates(draw) ? truncated_draw(row, draw, u, mass, sampling_mask[r]) : row.inverse_cdf(u, inverse_temperature);
     }
     const double gap = double(row.logits[tokens[r]]) - row.max_logit;
     sampling_logps[r] = float(gap * inverse_temperature - std::log(mass));
@@ -1436,12 +1437,25 @@ void sample(const float* logits, int64_t vocabulary, const Samples* samples, int
 }
 
 // For each row of logits float32 [rows, vocabulary]: the logprob of its target, int64 [rows], and the entropy in nats,
-// float32 [rows] each, both of softmax(logits / temperature).
-void score(const float* logits, int64_t rows, int64_t vocabulary, const int64_t* targets, double temperature,
+// float32 [rows] each, both of softmax(logits / temperature).  sampling_mask: null; or int64 [rows], edges of
+// `masked_candidates`, whose softmax it is then, with the sums of `truncated_draw`; -1: all tokens.
+void score(const float* logits, int64_t rows, int64_t vocabulary, const int64_t* targets, const int64_t* sampling_mask, double temperature,
            float* logps, float* entropies, int64_t threads) {
   const float inverse_temperature = float(1.0 / temperature);
   over_rows(rows, threads, [&](int64_t r) {
     const Row row(logits + r * vocabulary, vocabulary, inverse_temperature);
+    if (sampling_mask && sampling_mask[r] >= 0 && row.is_valid()) {
+      std::vector<Candidate> kept;
+      masked_candidates(row, sampling_mask[r], targets[r], kept);
+      const Weights weights{row.max_logit, inverse_temperature};
+      const double mass = weights.total(kept);
+      double entropy_sum = 0;
+      for (const Candidate& candidate : kept)
+        if (const double p = weights.of(candidate.first); p > 0) entropy_sum -= p * (double(candidate.first) - row.max_logit) * inverse_temperature;
+      logps[r] = float((double(row.logits[targets[r]]) - row.max_logit) * inverse_temperature - std::log(mass));
+      entropies[r] = float(std::log(mass) + entropy_sum / mass);
+      return;
+    }
     logps[r] = float((double(row.logits[targets[r]]) - row.max_logit) * inverse_temperature - std::log(row.mass));
     entropies[r] = float(std::log(row.mass) + row.entropy_sum(inverse_temperature) / row.mass);
   });
@@ -1450,7 +1464,7 @@ void score(const float* logits, int64_t rows, int64_t vocabulary, const int64_t*
 // `sample_sharded` for the rows at[], which have the same settings.
 static void sample_sharded_alike(Group* group, const float* logits, int64_t stride, int64_t width, int64_t first, int64_t vocabulary,
                                  const Samples* samples, const Draw& draw, const std::vector<int64_t>& at, int64_t threads) {
-  const auto& [draws, draw_of_row, all_rows, keys, positions, tokens, sampling_logps, old_logps, raw_logps] = *samples;
+  const auto& [draws, draw_of_row, all_rows, keys, positions, tokens, sampling_logps, old_logps, raw_logps, sampling_mask] = *samples;
   const int64_t rows = at.size();
   const float inverse_temperature = inverse_temperature_of(draw);
   std::vector<SliceSums> sums(rows);
@@ -1462,6 +1476,7 @@ static void sample_sharded_alike(Group* group, const float* logits, int64_t stri
   const std::vector<SliceSums> all = gathered(*group, sums);
   std::vector<WholeRow> whole(rows);
   std::vector<double> u(rows), mass(rows);
+  std::vector<int64_t> masks(rows, -1);
   for (int64_t r = 0; r < rows; r++) {
     whole[r] = whole_row(*group, all, rows, r, inverse_temperature);
     mass[r] = whole[r].mass;
@@ -1471,7 +1486,7 @@ static void sample_sharded_alike(Group* group, const float* logits, int64_t stri
   if (draw.temperature == 0) {
     for (int64_t r = 0; r < rows; r++) found[r] = {whole[r].argmax, whole[r].max_logit};
   } else if (truncates(draw)) {
-    found = truncated_draws(*group, own, whole, draw, u, first, vocabulary, mass, threads);
+    found = truncated_draws(*group, own, whole, draw, u, first, vocabulary, mass, masks, threads);
   } else {
     const std::vector<Found> everyone = gathered(*group, inverse_cdf(*group, own, whole, all, u, first, inverse_temperature, threads));
     for (int64_t r = 0; r < rows; r++) {
@@ -1486,6 +1501,7 @@ static void sample_sharded_alike(Group* group, const float* logits, int64_t stri
     sampling_logps[at[r]] = float(gap * inverse_temperature - std::log(mass[r]));
     old_logps[at[r]] = float(gap * inverse_temperature - std::log(whole[r].mass));
     raw_logps[at[r]] = float(gap - std::log(whole[r].raw));
+    sampling_mask[at[r]] = float(masks[r]);
   }
 }
 
@@ -1559,6 +1575,7 @@ int64_t decode_steps(const Decoder* d, const Batch* batch, int64_t layers, const
     }
     if (ended) return done + 1;
     drawn.tokens += rows, drawn.sampling_logps += rows, drawn.old_logps += rows, drawn.raw_logps += rows;
+    drawn.sampling_mask += rows;
   }
   return steps;
 }

@@ -165,6 +165,7 @@ struct Draw {
 // Tokens to draw for `rows` rows, and where to.  keys, positions [rows]: of the sampling RNG.
 // tokens, and three logprobs of each [rows]: under the distribution that was sampled from, before truncation, and before
 // truncation at temperature 1. Greedy: all under softmax(logits).
+// sampling_mask [rows]: as SamplerOutput's of hybrid/sampling/sampler.py.
 // draws [settings], draw_of_row [rows]: the settings of each row; draw_of_row null: draws[0] of all.
 struct Samples {
   const Draw* draws;
@@ -172,7 +173,7 @@ struct Samples {
   int64_t rows;
   const int64_t *keys, *positions;
   int64_t* tokens;
-  float *sampling_logps, *old_logps, *raw_logps;
+  float *sampling_logps, *old_logps, *raw_logps, *sampling_mask;
 };
 
 // Tokens of a sequence, some of which may follow those of another one.

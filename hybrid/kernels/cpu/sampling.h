@@ -226,6 +226,14 @@ static Candidate draw_from(const std::vector<Candidate>& kept, double u, const W
   return drawn;
 }
 
+// The least of `kept` besides the drawn token, by logit and then by token; the drawn token if there is no other.
+static int64_t least_besides(const std::vector<Candidate>& kept, int64_t drawn) {
+  const Candidate* least = nullptr;
+  for (const Candidate& candidate : kept)
+    if (candidate.second != drawn && candidate.first > -INFINITY && (!least || candidate < *least)) least = &candidate;
+  return least ? least->second : drawn;
+}
+
 static inline const Draw& draw_of(const Samples& samples, int64_t row) {
   return samples.draws[samples.draw_of_row ? samples.draw_of_row[row] : 0];
 }
@@ -245,8 +253,9 @@ static inline float inverse_temperature_of(const Draw& draw) { return draw.tempe
 
 // A draw after Hugging Face's truncations, in their order: top_k keeps ties of the k-th; top_p keeps the most probable
 // tokens until those before one have probability top_p, of what top_k kept; min_p keeps tokens with at least that share
-// of the largest probability.  mass: set to the sum of exp((x - max_logit) / T) over the kept tokens.
-static int64_t truncated_draw(const Row& row, const Draw& draw, double u, double& mass) {
+// of the largest probability.  mass: set to the sum of exp((x - max_logit) / T) over the kept tokens.  sampling_mask: set to
+// `least_besides` of them.
+static int64_t truncated_draw(const Row& row, const Draw& draw, double u, double& mass, float& sampling_mask) {
   const Weights weights{row.max_logit, float(1.0 / draw.temperature)};
   std::vector<Candidate> kept;
   const float least = draw.top_k && draw.top_k < row.vocabulary ? kth_largest(row, int64_t(draw.top_k), kept) : -INFINITY;
@@ -267,5 +276,17 @@ static int64_t truncated_draw(const Row& row, const Draw& draw, double u, double
   } else {
     candidates(row, std::max(least, floor), kept);
   }
-  return draw_from(kept, u, weights, {0, row.argmax()}, mass).second;
+  const int64_t token = draw_from(kept, u, weights, {0, row.argmax()}, mass).second;
+  sampling_mask = float(least_besides(kept, token));
+  return token;
+}
+
+// The tokens that a sampling mask keeps: `target`, and those whose logit, and then id, is at least that of `edge`, in the
+// order of token ids, into `kept`.
+static void masked_candidates(const Row& row, int64_t edge, int64_t target, std::vector<Candidate>& kept) {
+  candidates(row, std::min(row.logits[edge], row.logits[target]), kept);
+  const Candidate least{row.logits[edge], edge};
+  std::erase_if(kept, [&](const Candidate& candidate) {
+    return candidate.second != target && (edge == target || candidate < least);
+  });
 }

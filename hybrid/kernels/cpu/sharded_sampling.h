@@ -115,7 +115,8 @@ struct SentCandidate {
 
 // Truncated draws, as `truncated_draw`: ranks exchange the candidates, and each draws from all of them.
 static std::vector<Found> truncated_draws(Group& g, const std::vector<Row>& own, const std::vector<WholeRow>& whole, const Draw& draw,
-                                          const std::vector<double>& u, int64_t first, int64_t vocabulary, std::vector<double>& mass, int64_t threads) {
+                                          const std::vector<double>& u, int64_t first, int64_t vocabulary, std::vector<double>& mass,
+                                          std::vector<int64_t>& sampling_mask, int64_t threads) {
   const int64_t rows = own.size();
   const float inverse_temperature = float(1.0 / draw.temperature);
   std::vector<float> least(rows, -INFINITY), from(rows);
@@ -176,6 +177,7 @@ static std::vector<Found> truncated_draws(Group& g, const std::vector<Row>& own,
     }
     const Candidate drawn = draw_from(kept[row], u[row], weights, {weights.max_logit, whole[row].argmax}, mass[row]);
     found[row] = {drawn.second, drawn.first};
+    sampling_mask[row] = least_besides(kept[row], drawn.second);
   });
   return found;
 }

@@ -7,6 +7,7 @@ import pytest
 from rlhf_examples.common.arguments import (
     AgentArguments,
     ChatArguments,
+    DistillArguments,
     DPOArguments,
     EvaluateArguments,
     GRPOArguments,
@@ -178,6 +179,18 @@ def test_an_unknown_key_raises_with_the_nearest_key(tmp_path):
             {"advantages": "rloo", "multi_objective_aggregation": "normalize_then_sum"},
             "advantages: 'rloo' given with multi_objective_aggregation: 'normalize_then_sum'",
         ),
+        (
+            GRPOArguments,
+            {"keep_sampling_mask": True},
+            "keep_sampling_mask: true given with top_p: 1 and top_k: 0, which leave no token out",
+        ),
+        (
+            AgentArguments,
+            {"keep_sampling_mask": True, "top_k": 4, "harness": "tests.rlhf_examples.test_agent:play"},
+            "keep_sampling_mask: true given with harness",
+        ),
+        (DistillArguments, {"keep_sampling_mask": True, "top_k": 4}, "keep_sampling_mask: true given; distillation"),
+        (VisionGRPOArguments, {"keep_sampling_mask": True, "top_k": 4}, "keep_sampling_mask: True given; leave it out"),
         (AgentArguments, {"advantages": "remax"}, "advantages: 'remax' given; leave it out here, or run"),
         (VisionGRPOArguments, {"use_adaptive_entropy": True}, "use_adaptive_entropy: True given; leave it out here"),
         (DPOArguments, {"loss_type": "ipo"}, "loss_type: 'ipo' given; allowed: sigmoid, kto, orpo"),
