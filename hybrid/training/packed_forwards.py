@@ -206,7 +206,8 @@ class PackedForwards(ABC):
         if self.ranks is None or not (compares or torch.is_grad_enabled()):
             return None
         if not compares:
-            self.ranks.require_same((rows.sequences, rows.attention_mask, rows.wanted, rows.router_indices, rows.sampling_mask))
+            optional = rows.router_indices, rows.sampling_mask
+            self.ranks.require_same((rows.sequences, rows.attention_mask, rows.wanted, *optional))
         return self.ranks
 
     def _list_modules(self) -> None:
