@@ -132,6 +132,9 @@ def check_values(lora: bool, stage: int) -> None:
     """A critic's values and their gradients; rows are shared as a policy's."""
     model = classifier("llama")
     model = ValueModel(LoRA(4, 8, "all-linear").apply(model, "SEQ_CLS") if lora else model)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # zero at first, and so the gradient of A
+            nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(0))
     engines = pair_of(model, stage, 2)
     for step in range(2):
         ids, mask, completion_mask = grouped_rows(step)
