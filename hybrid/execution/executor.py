@@ -4,7 +4,7 @@ A rank's request may fail, or a rank may have none, at any time. If requests lea
 those of the other ranks with dummy steps, and raises its own error once all ranks are done.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,8 +35,6 @@ from hybrid.weights.module_dicts import patched_attribute
 from hybrid.weights.named_adapters import Adapters
 from hybrid.weights.weight_swap import InferenceWindow
 
-CallAdapters = Adapters | tuple[str, ...] | None  # of a user's call; a tuple: of its rows
-
 
 class Executor:
     """Requests of a rank that computes by itself; only the gathering of partitioned weights is a collective.
@@ -66,7 +64,7 @@ class Executor:
         self.has_begun = False  # the current call has reached the exchange, or the refresh, of its request
 
     @contextmanager
-    def call(self, adapters: CallAdapters = None) -> Iterator[None]:
+    def call(self, adapters: Adapters | tuple[str, ...] | None = None) -> Iterator[None]:
         """Wrap a user's call of at most one request. If it raises before, this rank joins the others' collectives.
 
         adapters: a tuple for a call with a name for each row, of one request for each adapter.
@@ -79,7 +77,7 @@ class Executor:
             yield
         except BaseException as error:
             if not self.has_begun and not INTERRUPTS.forced:
-                self._join_others(self.window.resolved(adapters), error)
+                self._join_others(adapters if isinstance(adapters, tuple) else self.window.resolved(adapters), error)
                 self.has_begun = True  # not once more, if this call is part of another
             raise
 
@@ -88,7 +86,7 @@ class Executor:
         """Whether other ranks must make the same calls, if these name adapters."""
         return self.window.is_collective
 
-    def in_turn(self, names: list[str]) -> list[str]:
+    def in_turn(self, names: Sequence[str]) -> list[str]:
         """Return the adapters that the rows of this rank's call, and of calls that other ranks must make with it, name:
         the requests of the call, in their order. A collective if `is_shared`."""
         self.has_begun, own = True, tuple(sorted(set(names)))
@@ -173,7 +171,7 @@ class Executor:
         INTERRUPTS.raise_pending()
         return forward()
 
-    def _join_others(self, adapters: CallAdapters, error: BaseException) -> None:
+    def _join_others(self, adapters: Adapters | tuple[str, ...], error: BaseException) -> None:
         self.window.join_refresh(adapters)
 
 
@@ -198,7 +196,7 @@ class RequestHeader:
     """
 
     step: str
-    adapters: CallAdapters = True
+    adapters: Adapters = True
     active: bool = True
     module: str = ""
     native: bool = False
@@ -280,7 +278,7 @@ class GroupExecutor(Executor):
 
     is_shared = True
 
-    def in_turn(self, names: list[str]) -> list[str]:
+    def in_turn(self, names: Sequence[str]) -> list[str]:
         self.has_begun = True
         headers = self._exchange(self._header("names", names=tuple(names), refusal=self.window.refusal()))
         self._require_same(headers)
@@ -371,12 +369,12 @@ class GroupExecutor(Executor):
             )
         return self.native_forwards.run(module, forward)  # type: ignore[union-attr]  # a ModuleExchange's do not call this
 
-    def _join_others(self, adapters: CallAdapters, error: BaseException) -> None:
+    def _join_others(self, adapters: Adapters | tuple[str, ...], error: BaseException) -> None:
         """Join the other ranks' request, or their requests for several adapters, with dummy steps after this rank's own
         has failed."""
         if not self.lost:
             hooked, interrupt = bool(self.fused.foreign_hooks.first()), interrupt_of(error)
-            header = self._header("request", adapters, False, hooked=hooked, interrupt=interrupt)
+            header = self._header("request", active=False, hooked=hooked, interrupt=interrupt)
             headers = self._exchange(header)
             self._follow(headers)
             for _ in names_of(headers) if runs(headers) else ():

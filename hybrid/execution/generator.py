@@ -74,7 +74,7 @@ from hybrid.runtime.parallel import InferenceGroup, own_row_ids
 from hybrid.runtime.profiling import ModelTimes, Profiler
 from hybrid.sampling.params import COUNT, SamplingParams, end_token_ids, pad_token_id
 from hybrid.sampling.sampler import Seeds, stream_keys, wrapped
-from hybrid.weights.named_adapters import BASE, Adapters, require_name_for_each
+from hybrid.weights.named_adapters import Adapters, chosen_adapters, require_name_for_each
 
 WITH_INPUTS = "model_inputs given, such as images (fused takes token ids)"
 IN_OWN_LAYERS = "prompts with images run in the model's own layers"
@@ -410,9 +410,10 @@ class Generator(WorkerState):
         After an error this rank makes the calls that are left without rows, if other ranks make them too.
         """
         results, error = [], None
-        for name in self.executor.in_turn(list(of_rows)) or [None]:
+        names: list[str | None] = [*self.executor.in_turn(of_rows)]
+        for name in names or [None]:
             rows = [row for row, of_row in enumerate(of_rows) if of_row == name and error is None]
-            adapters: Adapters | None = False if name == BASE else name
+            adapters = chosen_adapters(None, name)
             try:
                 with self.executor.call(adapters):
                     results.append(call(adapters, rows))

@@ -265,7 +265,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         self, adapters: bool | None, adapter: str | None = None, adapter_names: Sequence[str] | None = None
     ) -> Iterator[None]:
         """Run a user's call, in eval mode. If it fails, this rank still joins the other ranks' collectives."""
-        chosen = chosen_adapters(adapters, adapter, adapter_names)
+        chosen = chosen_adapters(adapters, adapter) if adapter_names is None else tuple(adapter_names)
         with self.call_lock.call(), self._eval_mode(), autocast_if_enabled(self), self._runtime.executor.call(chosen):
             self._runtime.window.named.require_given(adapters, adapter, adapter_names)
             yield
@@ -630,7 +630,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
                 those of one adapter: a call for another one merges again, which is logged once; with `rollout.lora:
                 unmerged` it does not. Under ZeRO-3, and where ranks compute together, every rank must name the same.
             adapter_names: PEFT's argument for mixed batches: such a name for each row of `prompt_ids`. Rows are decoded
-                adapter by adapter; a row's tokens are those of a call for its adapter. Other ranks may have other names.
+                adapter by adapter; a row's tokens are those of a call for its adapter. Ranks' names may differ.
 
         Raises:
             TypeError: for prompts, row ids, limits or an environment of a wrong type.
@@ -794,11 +794,12 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
     ) -> Logps:
         """Return the logprobs of completion tokens under the policy, with gradients. In train mode.
 
-        The model's active adapters are trained: PEFT's `set_adapter` chooses them. `backward` and `step` follow as after a forward of the engine. Gradients are added by a backward inside the
-        backward, so that `torch.autograd.grad` does not see the parameters, and a loss of two calls needs a `backward`
-        for each: ZeRO reduces a parameter's gradient once in each. Under ZeRO every rank must call it, also
-        with rows that have no completion token. The first call with "packed" compares it with "model" on four short
-        rows; `coverage()` reports the result.
+        The model's active adapters are trained: PEFT's `set_adapter` chooses them. `backward` and `step` follow as
+        after a forward of the engine. Gradients are added by a backward inside the backward, so that
+        `torch.autograd.grad` does not see the parameters, and a loss of two calls needs a `backward` for each: ZeRO
+        reduces a parameter's gradient once in each. Under ZeRO every rank must call it, also with rows that have no
+        completion token. The first call with "packed" compares it with "model" on four short rows; `coverage()` reports
+        the result.
 
         Args:
             batch: a rollout's batch; or token ids, [rows, tokens], padded on either or both sides.

@@ -23,7 +23,7 @@ class WeightVersion:
     loads: int = 0
     adapter_changes: int = 0
     adapters: tuple = ()  # the active adapters at the last `see_adapters`
-    is_named: bool = False  # a window of a named adapter is open: what is active in it is no change
+    is_switched: bool = False  # a window has other adapters than the model's active ones, which is no change
     updating: bool = False  # an optimizer may have written weights since the last `end_update`
 
     @property
@@ -42,7 +42,7 @@ class WeightVersion:
 
     def see_adapters(self, adapters: tuple) -> None:
         """Count a change if the active adapters differ from the last ones."""
-        if not self.is_named:
+        if not self.is_switched:
             self.adapter_changes += adapters != self.adapters
             self.adapters = adapters
 

@@ -56,8 +56,8 @@ class NamedAdapters:
         for module in self.modules:
             if isinstance(module, BaseTunerLayer) and module.merged:
                 raise RuntimeError(
-                    f"adapter: {name!r} given, and PEFT has merged {module.merged_adapters} into the base weights; call "
-                    "unmerge_adapter() first"
+                    f"adapter: {name!r} given, and PEFT has merged {module.merged_adapters} into the base weights; "
+                    "call unmerge_adapter() first"
                 )
 
     def flags(self, name: str) -> list[Replacement]:
@@ -105,12 +105,8 @@ def flags_of(module: Any, name: str) -> list[Replacement]:
     return [(table, "_active_adapter", active), (table, "_disable_adapters", False)]
 
 
-def chosen_adapters(
-    adapters: bool | None, adapter: str | None, adapter_names: Sequence[str] | None = None
-) -> Adapters | tuple[str, ...] | None:
-    """Return the adapters that a call's arguments give; a tuple for a name for each row."""
-    if adapter_names is not None:
-        return tuple(adapter_names)
+def chosen_adapters(adapters: bool | None, adapter: str | None) -> Adapters | None:
+    """Return the adapters that a call's arguments give."""
     return False if adapter == BASE else adapters if adapter is None else adapter
 
 

@@ -212,9 +212,10 @@ class InferenceWindow:
 
     @contextmanager
     def naming(self, adapters: Adapters) -> Iterator[None]:
-        """Inside the block PEFT's layers have the adapter of this name active, which is no change of the version."""
-        version, is_named = self.snapshot.weights.version, isinstance(adapters, str)
-        with self.named.switched(adapters), patched_attribute(version, "is_named", is_named):
+        """Inside the block PEFT's layers have the adapter of this name active. Neither that nor running without
+        adapters is a change of the weights' version."""
+        version, is_switched = self.snapshot.weights.version, adapters is not True
+        with self.named.switched(adapters), patched_attribute(version, "is_switched", is_switched):
             yield
 
     @contextmanager
@@ -238,7 +239,7 @@ class InferenceWindow:
                 if not adapters:
                     self._require_switchable(runs_modules=not self.merges)
                     stack.enter_context(disabled(self.switchable))
-                if self._exchanges_names(adapters):
+                if isinstance(adapters, str) and self._exchanges_names(adapters):
                     self.agree_on(adapters)
                 self.refresh(adapters)
                 for hooks in self.hooks if self.swaps else ():
@@ -302,7 +303,7 @@ class InferenceWindow:
         del self.replaced[first:]
         self._swap_in(adapters, self.swapped is not None)
 
-    def _exchanges_names(self, adapters: Any) -> bool:
+    def _exchanges_names(self, adapters: Adapters | tuple[str, ...]) -> bool:
         """Whether opening a window of a named adapter, or a call that names several, is a collective even if no copy is
         stale: ranks that name different ones would gather different weights."""
         return self.is_collective and isinstance(adapters, str | tuple) and self.adapters[-1:] != [adapters]
@@ -338,15 +339,16 @@ class InferenceWindow:
             self._gather(adapters)
 
     @waiting_to("refresh weights")
-    def join_refresh(self, adapters: Any) -> None:
+    def join_refresh(self, adapters: Adapters | tuple[str, ...]) -> None:
         """Join the gather if another rank refreshes; for a request that failed before its window opened.
 
         adapters: of the request; a tuple for one with a name for each row.
         """
         if self._exchanges_names(adapters):
-            adapters = self.agree_on(None)
-            if adapters is None:
+            agreed = self.agree_on(None)
+            if agreed is None:
                 return
+            adapters = agreed
         if isinstance(adapters, tuple):
             for name in adapters:
                 self.join_refresh(name)
@@ -384,7 +386,7 @@ class InferenceWindow:
             self.warns_of_gathers = False
             warnings.warn(
                 f"the base weights were gathered {gathers} times without a step in between, since calls with and "
-                "without adapters, or with different ones, alternate and one copy holds the base or the merged weights. "
+                "without adapters, or for different ones, alternate and one copy holds the base or the merged weights. "
                 "Make all calls of one kind before those of the other, or set rollout.memory_limit to what both need: "
                 "engine.memory_plan(...), 'pinned, base kept'",
                 stacklevel=2,
