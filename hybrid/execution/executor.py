@@ -255,6 +255,8 @@ class GroupExecutor(Executor):
     phase: times the wait for other ranks.
     """
 
+    is_shared = True
+
     def __init__(
         self,
         window: InferenceWindow,
@@ -275,8 +277,6 @@ class GroupExecutor(Executor):
             self.group_tasks = GroupTasks(fused.group, window.device)
         self.decoder: AnyDecoder | None = None  # of the running request
         self.lost = False  # a rank has ended: no further exchange is possible
-
-    is_shared = True
 
     def in_turn(self, names: Sequence[str]) -> list[str]:
         self.has_begun = True

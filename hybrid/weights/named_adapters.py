@@ -48,10 +48,10 @@ class NamedAdapters:
                 + (f"it must be one of {known}, or {BASE!r} for none" if names else "the model has no adapters of PEFT")
             )
         config = self.configs.get(name)
-        if config is not None and (config.is_adaption_prompt or config.peft_type in UNSWITCHABLE):
+        if config is not None and not runs_in_layers(config):
             raise NotImplementedError(
-                f"adapter: {name!r} given; {config.peft_type.value} is not in layers that can be switched for a call; "
-                "make it active with set_adapter"
+                f"adapter: {name!r} given; {config.peft_type.value} does not run in layers alone and cannot be named "
+                "for a call; make it active with set_adapter"
             )
         for module in self.modules:
             if isinstance(module, BaseTunerLayer) and module.merged:
@@ -73,8 +73,9 @@ class NamedAdapters:
             raise ValueError(f"{text} given; give one of them")
         if isinstance(adapter_names, str):
             raise TypeError(f"adapter_names: {adapter_names!r} given; it must be a name for each row, or use adapter")
-        for name in dict.fromkeys([adapter] if adapter_names is None else adapter_names):
-            if name is not None and name != BASE:
+        names = [] if adapter is None else [adapter]
+        for name in names if adapter_names is None else adapter_names:
+            if name != BASE:
                 self.require(name)
 
     @contextmanager
@@ -84,6 +85,13 @@ class NamedAdapters:
             own_flags = (self.own_flags or before) if isinstance(adapters, str) else []
             with patched_attribute(self, "own_flags", own_flags):
                 yield
+
+
+def runs_in_layers(config: Any) -> bool:
+    """Whether an adapter runs in PEFT's layers alone, which flags switch: no virtual tokens, and no invocation tokens
+    (aLoRA), which `generate()` finds."""
+    elsewhere = config.is_prompt_learning or config.is_adaption_prompt or config.peft_type in UNSWITCHABLE
+    return not elsewhere and not getattr(config, "alora_invocation_tokens", None)
 
 
 def adapters_at(module: Any) -> set[str]:

@@ -35,7 +35,7 @@ from hybrid.weights.module_dicts import (
     restore,
     set_items,
 )
-from hybrid.weights.named_adapters import UNSWITCHABLE, Adapters, NamedAdapters
+from hybrid.weights.named_adapters import BASE, UNSWITCHABLE, Adapters, NamedAdapters
 from hybrid.weights.offload import TrainingStates
 from hybrid.weights.snapshot import Snapshot
 from hybrid.weights.watch import WeightWatch
@@ -214,8 +214,10 @@ class InferenceWindow:
     def naming(self, adapters: Adapters) -> Iterator[None]:
         """Inside the block PEFT's layers have the adapter of this name active. Neither that nor running without
         adapters is a change of the weights' version."""
-        version, is_switched = self.snapshot.weights.version, adapters is not True
-        with self.named.switched(adapters), patched_attribute(version, "is_switched", is_switched):
+        weights, is_switched = self.snapshot.weights, adapters is not True
+        if is_switched:
+            weights.number()  # counts what the user has switched before
+        with self.named.switched(adapters), patched_attribute(weights.version, "is_switched", is_switched):
             yield
 
     @contextmanager
@@ -306,7 +308,7 @@ class InferenceWindow:
     def _exchanges_names(self, adapters: Adapters | tuple[str, ...]) -> bool:
         """Whether opening a window of a named adapter, or a call that names several, is a collective even if no copy is
         stale: ranks that name different ones would gather different weights."""
-        return self.is_collective and isinstance(adapters, str | tuple) and self.adapters[-1:] != [adapters]
+        return self.is_collective and not isinstance(adapters, bool) and self.adapters[-1:] != [adapters]
 
     @waiting_to("agree on the adapters")
     def agree_on(self, own: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
@@ -351,7 +353,7 @@ class InferenceWindow:
             adapters = agreed
         if isinstance(adapters, tuple):
             for name in adapters:
-                self.join_refresh(name)
+                self.join_refresh(False if name == BASE else name)
             return
         with lost_rank_reported("gathering the weights"), self.naming(adapters):
             if self._must_gather(adapters) and self._any_refreshes(adapters, False):

@@ -86,9 +86,10 @@ def sampled(engine: hybrid.HybridEngine, **given: Any) -> list[torch.Tensor]:
     return [batch.completion_ids, batch.sampling_per_token_logps, scores.per_token_logps, scores.entropies]
 
 
-def require_equal(actual: list[torch.Tensor], expected: list[torch.Tensor], what: str) -> None:
+def require_equal(actual: list[torch.Tensor], expected: list[torch.Tensor], what: str, tolerance: float = 0.0) -> None:
+    """The results of `sampled` are equal, to the bit without a tolerance."""
     for one, other in zip(actual, expected, strict=True):
-        assert torch.equal(one, other), what
+        torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance, msg=lambda m: f"{what}: {m}")
 
 
 def check_named(stage: int, blocks: dict[str, Any]) -> None:
@@ -143,16 +144,18 @@ def padded(tensor: torch.Tensor, width: int = 32) -> torch.Tensor:
 
 
 def check_rows(stage: int, blocks: dict[str, Any]) -> None:
-    """Rows with different adapters have the bits that they have in a call for their adapter alone."""
+    """Rows with different adapters have the bits that they have in a call for their adapter alone; in the model's own
+    layers, whose sums depend on the batch, the same tokens."""
+    tolerance = 1e-5 if blocks.get("rollout", {}).get("containers") == "native" else 0.0
     engine = engine_of(with_adapters(tiny_model("llama")), settings(stage, **blocks))
     flags, own = flags_of(engine.module), NAMES[dist.get_rank()]
     alone = {name: [padded(each) for each in sampled(engine, adapter=name)] for name in ("__base__", *ADAPTERS)}
     assert len({str(tensors[1].tolist()) for tensors in alone.values()}) == len(alone)
     of_generations = [name for name in own for _ in range(2)]
     expected = [torch.stack([alone[name][at][row] for row, name in enumerate(of_generations)]) for at in range(4)]
-    require_equal([padded(each) for each in sampled(engine, adapter_names=list(own))], expected, "mixed rows")
+    require_equal([padded(each) for each in sampled(engine, adapter_names=list(own))], expected, "", tolerance)
     with engine.inference():
-        require_equal([padded(each) for each in sampled(engine, adapter_names=list(own))], expected, "in a window")
+        require_equal([padded(each) for each in sampled(engine, adapter_names=own)], expected, "window", tolerance)
     ids, mask = prompts(3, 6, padded=True, seed=dist.get_rank())
     rows = list(engine.rollout_iter(ids, mask, SAMPLED, num_generations=2, adapter_names=own))
     assert sorted(int(batch.row_index) for batch in rows) == list(range(6))
@@ -290,7 +293,8 @@ def check_self_play(stage: int, blocks: dict[str, Any]) -> None:
     model = with_adapters(tiny_model("llama"), **players)
     for name, param in model.named_parameters():
         param.requires_grad = "lora_" in name
-    config = settings(stage, **blocks) | {"optimizer": {"type": "SGD", "params": {"lr": 0.05}}}
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.05}}, "zero_allow_untested_optimizer": True}
+    config = settings(stage, **blocks) | sgd
     engine = engine_of(model, config)
     ids, mask = prompts(2, 6, padded=True, seed=dist.get_rank())
     latest = {name: sampled(engine, adapter=name) for name in ("alice", "bob")}
