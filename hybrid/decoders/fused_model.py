@@ -42,12 +42,13 @@ AnyDecoder = WholeDecoder | StreamedDecoder
 
 @dataclass
 class BoundDecoder:
-    """A decoder, its weights, and when it was last bound to them: their key, and the snapshot's `overwrites`."""
+    """A decoder, its weights, and when it was last bound to them: their key; the snapshot's `overwrites`, and whose
+    adapters it had."""
 
     decoder: AnyDecoder
     weights: DecoderWeights
     key: tuple = ()
-    overwrites: int = 0
+    source: tuple = ()
 
 
 class FusedModel:
@@ -266,11 +267,11 @@ class FusedModel:
             weights = DecoderWeights(self.layout, self.snapshot, with_adapters)
             self.bound[with_adapters] = BoundDecoder(self._decoder(weights), weights)
         bound = self.bound[with_adapters]
-        key, overwrites = bound.weights.key(), self.snapshot.overwrites
-        if (bound.key, bound.overwrites) != (key, overwrites):
-            bound.decoder.bind()
-            bound.key, bound.overwrites = key, overwrites
         state = self.snapshot.weights.state(with_adapters)
+        key, source = bound.weights.key(), (self.snapshot.overwrites, state.adapters)
+        if (bound.key, bound.source) != (key, source):
+            bound.decoder.bind()
+            bound.key, bound.source = key, source
         variant = type(self.snapshot).__name__, state.adapters, bound.key  # weights that have moved may be others
         bound.decoder.kv_weights = KVWeights((state.loads, state.steps), variant)
         return bound.decoder

@@ -4,7 +4,7 @@ A rank's request may fail, or a rank may have none, at any time. If requests lea
 those of the other ranks with dummy steps, and raises its own error once all ranks are done.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +32,7 @@ from hybrid.runtime.profiling import Phase
 from hybrid.runtime.waiting import waiting_to
 from hybrid.weights.model_weights import adapters_text
 from hybrid.weights.module_dicts import patched_attribute
+from hybrid.weights.named_adapters import Adapters
 from hybrid.weights.weight_swap import InferenceWindow
 
 
@@ -63,8 +64,11 @@ class Executor:
         self.has_begun = False  # the current call has reached the exchange, or the refresh, of its request
 
     @contextmanager
-    def call(self, adapters: bool | None = None) -> Iterator[None]:
-        """Wrap a user's call of at most one request. If it raises before, this rank joins the others' collectives."""
+    def call(self, adapters: Adapters | tuple[str, ...] | None = None) -> Iterator[None]:
+        """Wrap a user's call of at most one request. If it raises before, this rank joins the others' collectives.
+
+        adapters: a tuple for a call with a name for each row, of one request for each adapter.
+        """
         if self.inside:
             yield
             return
@@ -73,11 +77,23 @@ class Executor:
             yield
         except BaseException as error:
             if not self.has_begun and not INTERRUPTS.forced:
-                self._join_others(self.window.resolved(adapters), error)
+                self._join_others(adapters if isinstance(adapters, tuple) else self.window.resolved(adapters), error)
+                self.has_begun = True  # not once more, if this call is part of another
             raise
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks must make the same calls, if these name adapters."""
+        return self.window.is_collective
+
+    def in_turn(self, names: Sequence[str]) -> list[str]:
+        """Return the adapters that the rows of this rank's call, and of calls that other ranks must make with it, name:
+        the requests of the call, in their order. A collective if `is_shared`."""
+        self.has_begun, own = True, tuple(sorted(set(names)))
+        return list(self.window.agree_on(own) or ()) if self.window.is_collective else list(own)
+
     @contextmanager
-    def block(self, adapters: bool | None = None) -> Iterator[None]:
+    def block(self, adapters: Adapters | None = None) -> Iterator[None]:
         """Open a window around the user's calls."""
         self.window.require_usable()
         with self.window.opened(adapters, by_user=True):
@@ -86,7 +102,7 @@ class Executor:
     @contextmanager
     def request(
         self,
-        adapters: bool | None = None,
+        adapters: Adapters | None = None,
         tokens: int | None = None,
         fallback_reason: str = "",
         module: str = "",
@@ -155,7 +171,7 @@ class Executor:
         INTERRUPTS.raise_pending()
         return forward()
 
-    def _join_others(self, adapters: bool, error: BaseException) -> None:
+    def _join_others(self, adapters: Adapters | tuple[str, ...], error: BaseException) -> None:
         self.window.join_refresh(adapters)
 
 
@@ -163,8 +179,9 @@ class Executor:
 class RequestHeader:
     """A rank's message in the exchange before a request.
 
-    step: "request", "block" (a user's window opens) or "leave" (it closes).
+    step: "request", "block" (a user's window opens), "leave" (it closes) or "names" (a request for each follows).
     adapters: of the window.
+    names: of the adapters of the rank's rows.
     active: False if the rank's own request failed and it only joins with dummy steps.
     module: name of the submodule that is called directly; "" for the model.
     native, fallback_reason: whether the request cannot run fused, and why.
@@ -179,7 +196,7 @@ class RequestHeader:
     """
 
     step: str
-    adapters: bool = True
+    adapters: Adapters = True
     active: bool = True
     module: str = ""
     native: bool = False
@@ -192,6 +209,7 @@ class RequestHeader:
     interrupt: str = ""
     weights: str = ""
     refusal: str = ""
+    names: tuple[str, ...] = ()
 
     @property
     def key(self) -> tuple:
@@ -201,8 +219,11 @@ class RequestHeader:
     def __str__(self) -> str:
         if self.step == "leave":
             return "leaves `with engine.inference()`"
+        if self.step == "names":
+            return f"calls the model with an adapter for each row, {', '.join(map(repr, self.names))}"
         call = f"calls {self.module or 'the model'}" if self.step == "request" else "opens `with engine.inference()`"
-        return f"{call} with {self.weights}" if self.adapters else f"{call} with adapters=False, {self.weights}"
+        named = f"adapter={self.adapters!r}, " if isinstance(self.adapters, str) else ""
+        return f"{call} with {named}{self.weights}" if self.adapters else f"{call} with adapters=False, {self.weights}"
 
 
 def interrupt_of(error: BaseException | None) -> str:
@@ -215,12 +236,26 @@ def active_headers(headers: list[RequestHeader]) -> list[RequestHeader]:
     return [header for header in headers if header.step != "leave" and header.active]
 
 
+def runs(headers: list[RequestHeader]) -> bool:
+    """Whether the ranks' calls run. Else these ranks raise: calls differ, cannot run, or a rank was interrupted."""
+    active = active_headers(headers)
+    ends = any(header.interrupt or header.refusal for header in headers)
+    return not ends and len({header.key for header in active}) == 1 and not active[0].module
+
+
+def names_of(headers: list[RequestHeader]) -> list[str]:
+    """Return the adapters for which requests follow: of the rows of all ranks."""
+    return sorted({name for header in active_headers(headers) for name in header.names})
+
+
 class GroupExecutor(Executor):
     """Requests of ranks that compute together: they agree on what runs, and each takes part until all are done.
 
     group: these ranks; None: all ranks.  native: the model's own forwards, if they are collectives.
     phase: times the wait for other ranks.
     """
+
+    is_shared = True
 
     def __init__(
         self,
@@ -243,8 +278,14 @@ class GroupExecutor(Executor):
         self.decoder: AnyDecoder | None = None  # of the running request
         self.lost = False  # a rank has ended: no further exchange is possible
 
+    def in_turn(self, names: Sequence[str]) -> list[str]:
+        self.has_begun = True
+        headers = self._exchange(self._header("names", names=tuple(names), refusal=self.window.refusal()))
+        self._require_same(headers)
+        return names_of(headers)
+
     @contextmanager
-    def block(self, adapters: bool | None = None) -> Iterator[None]:
+    def block(self, adapters: Adapters | None = None) -> Iterator[None]:
         """Open a window around the user's calls. A rank that leaves it early joins the other ranks' calls until
         they leave it too.
 
@@ -271,7 +312,7 @@ class GroupExecutor(Executor):
     @contextmanager
     def request(
         self,
-        adapters: bool | None = None,
+        adapters: Adapters | None = None,
         tokens: int | None = None,
         fallback_reason: str = "",
         module: str = "",
@@ -328,11 +369,16 @@ class GroupExecutor(Executor):
             )
         return self.native_forwards.run(module, forward)  # type: ignore[union-attr]  # a ModuleExchange's do not call this
 
-    def _join_others(self, adapters: bool, error: BaseException) -> None:
-        """Join the other ranks' request with dummy steps after this rank's own has failed."""
+    def _join_others(self, adapters: Adapters | tuple[str, ...], error: BaseException) -> None:
+        """Join the other ranks' request, or their requests for several adapters, with dummy steps after this rank's own
+        has failed."""
         if not self.lost:
             hooked, interrupt = bool(self.fused.foreign_hooks.first()), interrupt_of(error)
-            self._follow(self._exchange(self._header("request", adapters, False, hooked=hooked, interrupt=interrupt)))
+            header = self._header("request", active=False, hooked=hooked, interrupt=interrupt)
+            headers = self._exchange(header)
+            self._follow(headers)
+            for _ in names_of(headers) if runs(headers) else ():
+                self._follow(self._exchange(header))
 
     def _leave(self, error: BaseException | None = None) -> None:
         hooked, interrupt = bool(self.fused.foreign_hooks.first()), interrupt_of(error)
@@ -343,11 +389,9 @@ class GroupExecutor(Executor):
             self._follow(headers)
 
     def _follow(self, headers: list[RequestHeader]) -> None:
-        """Join the other ranks' request or block. Does nothing if their calls differ or a rank was interrupted: they
-        raise then."""
+        """Join the other ranks' request or block."""
         active = active_headers(headers)
-        interrupted = any(header.interrupt for header in headers)
-        if interrupted or len({header.key for header in active}) != 1 or active[0].module:
+        if not runs(headers) or active[0].step == "names":  # whose requests follow
             return
         if active[0].step == "block":
             with self.window.opened(active[0].adapters):
@@ -412,13 +456,13 @@ class GroupExecutor(Executor):
             self._refresh_int8(fused)
         if not reasons and any(header.needs_check for header in headers):
             with self._native_opened(), INTERRUPTS.together():
-                difference = fused.check(local.adapters, max(header.tokens for header in headers))
+                difference = fused.check(self.window.uses_adapters, max(header.tokens for header in headers))
             differences = all_gather_objects(difference, self.group)
             reasons = {rank: reason for rank, reason in enumerate(differences) if reason}
             if reasons:
                 fused.refuse(difference or next(iter(reasons.values())))
         if not reasons:
-            return fused.bound_decoder(local.adapters)
+            return fused.bound_decoder(self.window.uses_adapters)
         if not local.native:
             rank, reason = next(iter(reasons.items()))
             fused.note_fallback(
@@ -428,18 +472,20 @@ class GroupExecutor(Executor):
             fused.note_fallback(local.fallback_reason)
         return None
 
-    def _require_same_adapters(self, adapters: bool) -> None:
-        if adapters != self.window.uses_adapters:
+    def _require_same_adapters(self, adapters: Adapters) -> None:
+        if adapters != self.window.adapters[-1]:
             raise NotImplementedError(
-                f"adapters: {adapters} given inside a request with {self.window.uses_adapters}, which ranks compute "
+                f"adapters: {adapters} given inside a request with {self.window.adapters[-1]}, which ranks compute "
                 "together; make the call after the other one"
             )
 
-    def _state(self, adapters: bool) -> dict[str, Any]:
+    def _state(self, adapters: Adapters) -> dict[str, Any]:
         """Return the fields of a header that say what the request computes with."""
         refusal, snapshot = self.window.refusal(), self.window.snapshot
-        weights = adapters_text(snapshot.weights.state(adapters).adapters)
-        return {"refusal": refusal, "weights": weights + ", changed weights" * (not snapshot.is_fresh(adapters))}
+        with self.window.naming(adapters):
+            weights = adapters_text(snapshot.weights.state(bool(adapters)).adapters)
+            weights += ", changed weights" * (not snapshot.is_fresh(bool(adapters)))
+        return {"refusal": refusal, "weights": weights}
 
     def _header(self, *fields: Any, **more: Any) -> RequestHeader:
         group = self.fused.group

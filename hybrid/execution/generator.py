@@ -8,7 +8,7 @@ own forward in lockstep.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from deepspeed.utils import logger
@@ -74,11 +74,15 @@ from hybrid.runtime.parallel import InferenceGroup, own_row_ids
 from hybrid.runtime.profiling import ModelTimes, Profiler
 from hybrid.sampling.params import COUNT, SamplingParams, end_token_ids, pad_token_id
 from hybrid.sampling.sampler import Seeds, stream_keys, wrapped
+from hybrid.weights.named_adapters import Adapters, chosen_adapters, require_name_for_each
 
 WITH_INPUTS = "model_inputs given, such as images (fused takes token ids)"
 IN_OWN_LAYERS = "prompts with images run in the model's own layers"
 GAP_IN_MASK = "attention_mask has zeros between a row's ones (pad on either side)"
 ROLLOUT_TIMINGS = ("gather_s", "merge_s", "prefill_s", "decode_s", "environment_s", "wait_s", "tokens")
+
+
+Result = TypeVar("Result")
 
 
 class Generator(WorkerState):
@@ -134,7 +138,7 @@ class Generator(WorkerState):
     # -------------------------------------------------------------- generate
 
     def generate(
-        self, args: tuple, kwargs: dict[str, Any], adapters: bool | None = None, seed: int | None = None
+        self, args: tuple, kwargs: dict[str, Any], adapters: Adapters | None = None, seed: int | None = None
     ) -> Any:
         """Return the output of the model's own `generate`, with our decode loop as its decoding method.
 
@@ -169,7 +173,7 @@ class Generator(WorkerState):
         self,
         model: nn.Module,
         inputs: GenerateInputs,
-        adapters: bool | None,
+        adapters: Adapters | None,
         seed: int | None,
         inputs_of_prompts: list[RowInputs],
     ) -> Any:
@@ -239,7 +243,7 @@ class Generator(WorkerState):
         self,
         args: tuple,
         kwargs: dict[str, Any],
-        adapters: bool | None,
+        adapters: Adapters | None,
         seed: int | None,
         method: str,
         num_prompts: int,
@@ -341,7 +345,7 @@ class Generator(WorkerState):
         return replace(request, stop_conditions=stop_conditions(request.groups, stop_after))
 
     @torch.no_grad()
-    def rollout(self, request: Request, adapters: bool | None) -> RolloutBatch:
+    def rollout(self, request: Request, adapters: Adapters | None) -> RolloutBatch:
         """Decode a request of `rollout_request`, in the window of `HybridEngine.rollout`."""
         before = self.profiler.stats()
         if request.environment is not None and request.environment_limits is not None:
@@ -370,6 +374,56 @@ class Generator(WorkerState):
         if self.info.placeholders.settings:
             self.info.placeholders.note_sampled(batch.sequences, batch.attention_mask, batch.prompt_ids.shape[1])
         return batch.select_rows([]) if request.is_dummy else batch
+
+    def rollout_by_adapter(self, request: Request, adapter_names: Sequence[str]) -> RolloutBatch:
+        """`rollout` with an adapter for each prompt: a request for each adapter, and the rows in their order."""
+        unavailable = {
+            "environment": request.environment,
+            "stop_after": request.stop_conditions or None,
+            "resume": request.partial,
+        }
+        if given := [name for name, value in unavailable.items() if value is not None]:
+            raise NotImplementedError(
+                f"rollout: adapter_names is not available with {' and '.join(given)}; call it for each adapter"
+            )
+        prompts = 0 if request.is_dummy else int(request.groups.max()) + 1
+        require_name_for_each(adapter_names, prompts, "prompt_ids")
+        of_rows = [] if request.is_dummy else [adapter_names[group] for group in request.groups.tolist()]
+        dummy = replace(request.select([0]), limits=torch.ones_like(request.limits[:1]), on_rows=None, is_dummy=True)
+
+        def roll_out(adapters: Adapters | None, rows: list[int]) -> RolloutBatch:
+            if not rows:
+                return self.rollout(dummy, adapters)
+            on_rows = request.on_rows
+            report = None if on_rows is None else lambda batch: on_rows(batch.renumbered(rows))
+            return self.rollout(replace(request.select(rows), on_rows=report), adapters).renumbered(rows)
+
+        batches = self._by_adapter(roll_out, of_rows)
+        timings = {name: sum(batch.timings[name] for batch in batches) for name in ROLLOUT_TIMINGS}
+        whole = RolloutBatch.cat([batch for batch in batches if len(batch.prompt_ids)] or batches, request.pad_token_id)
+        assert whole.row_index is not None, "`rollout` has set it"
+        return replace(whole.select_rows(whole.row_index.argsort().tolist()), timings=timings)
+
+    def _by_adapter(self, call: Callable[[Adapters | None, list[int]], Result], of_rows: Sequence[str]) -> list[Result]:
+        """Return the results of a call for each adapter and its rows, also for those that only other ranks' rows have.
+
+        After an error this rank makes the calls that are left without rows, if other ranks make them too.
+        """
+        results, error = [], None
+        names: list[str | None] = [*self.executor.in_turn(of_rows)]
+        for name in names or [None]:
+            rows = [row for row, of_row in enumerate(of_rows) if of_row == name and error is None]
+            adapters = chosen_adapters(None, name)
+            try:
+                with self.executor.call(adapters):
+                    results.append(call(adapters, rows))
+            except Exception as raised:
+                if not self.executor.is_shared:
+                    raise
+                error = error or raised
+        if error is not None:
+            raise error
+        return results
 
     def _inputs_reason(self, call: str, request: Request) -> str:
         """Return why rows with inputs besides token ids run in the model's own layers; "" if they run fused, or if
@@ -425,7 +479,7 @@ class Generator(WorkerState):
         source: RowSource,
         max_num_seqs: int,
         longest: int,
-        adapters: bool | None,
+        adapters: Adapters | None,
         begin: Callable[[int], None],
     ) -> None:
         """Decode the source's rows as they arrive, until it is closed, in the window of `HybridEngine.serve`.
@@ -464,7 +518,7 @@ class Generator(WorkerState):
         self,
         sequences: torch.Tensor,
         attention_mask: torch.Tensor,
-        adapters: bool | None,
+        adapters: Adapters | None,
         temperature: float,
         rows_per_forward: int,
         model_inputs: ModelInputs | None = None,
@@ -483,6 +537,30 @@ class Generator(WorkerState):
         with self.profiler.phase("prefill"), self.executor.request(adapters, longest, fallback_reason) as decoder:
             scores = self.executor.compute(decoder, task)
         return scores.map(lambda tensor: tensor[:rows])
+
+    def score_by_adapter(
+        self,
+        sequences: torch.Tensor,
+        attention_mask: torch.Tensor,
+        adapter_names: Sequence[str],
+        temperature: float,
+        rows_per_forward: int,
+        model_inputs: ModelInputs | None = None,
+        top_logprobs: int = 0,
+    ) -> Scores:
+        """`score` with an adapter for each row: a request for each adapter, and the rows in their order."""
+        require_name_for_each(adapter_names, len(sequences), "sequences")
+        inputs = split_inputs(model_inputs if len(sequences) else None, self.info.config, sequences, attention_mask)
+        order: list[int] = []
+
+        def score(adapters: Adapters | None, rows: list[int]) -> Scores:
+            order.extend(rows)
+            here, given = (sequences[rows], attention_mask[rows]), [inputs[row] for row in rows] if inputs else None
+            return self.score(*here, adapters, temperature, rows_per_forward, given or None, top_logprobs)
+
+        parts = [scores.tensors() for scores in self._by_adapter(score, adapter_names)]
+        at = torch.tensor(order, device=self.device).argsort()
+        return Scores(*(torch.cat(of_parts)[at] for of_parts in zip(*parts, strict=True)))
 
     @torch.no_grad()
     def score_distribution(
@@ -517,7 +595,7 @@ class Generator(WorkerState):
         self,
         sequences: torch.Tensor,
         attention_mask: torch.Tensor,
-        adapters: bool | None,
+        adapters: Adapters | None,
         temperature: float,
         rows_per_forward: int,
         sampling_mask: torch.Tensor | None = None,
@@ -570,7 +648,7 @@ class Generator(WorkerState):
 
     @contextmanager
     def _decoding(
-        self, adapters: bool | None, tokens: int | None, fallback_reason: str = ""
+        self, adapters: Adapters | None, tokens: int | None, fallback_reason: str = ""
     ) -> Iterator[AnyDecoder | None]:
         """`Executor.request` for drawing tokens."""
         with self.executor.request(adapters, tokens, fallback_reason, decodes=True) as decoder:

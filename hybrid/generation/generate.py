@@ -59,8 +59,8 @@ def require_supported_arguments(kwargs: dict[str, Any], runs_other_methods: bool
     """Raise NotImplementedError for `adapter_names`, and for arguments that select a decoding method of their own."""
     if kwargs.get("adapter_names") is not None:
         raise NotImplementedError(
-            "generate: adapter_names is not available; active adapters are the same for every row; use "
-            "model.set_adapter"
+            "generate: adapter_names is not available; give adapter=... for one adapter for all rows, or use "
+            "rollout(adapter_names=...)"
         )
     for key in () if runs_other_methods else OTHER_METHODS:
         if kwargs.get(key) is not None:

@@ -23,6 +23,7 @@ from hybrid.runtime.inputs import checked_number, checked_top_logprobs
 from hybrid.runtime.parallel import rank
 from hybrid.sampling.params import COUNT, MAX_COUNT, SamplingParams, end_token_ids
 from hybrid.sampling.sampler import stream_keys
+from hybrid.weights.named_adapters import Adapters
 
 IN_USE = (
     "the engine serves requests, and its weights stay as they are meanwhile: end the block of `engine.serve()` before "
@@ -348,7 +349,7 @@ class Server:
         generator: Generator,
         call: Callable[[], AbstractContextManager],
         lock: CallLock,
-        adapters: bool | None = None,
+        adapters: Adapters | None = None,
         max_num_seqs: int | None = None,
         max_model_len: int | None = None,
         max_queue: int = 1024,

@@ -1,7 +1,7 @@
 """HybridEngine: DeepSpeed's training engine that also generates. Switches modes and delegates to the components."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,7 @@ from hybrid.weights.export import save_pretrained
 from hybrid.weights.gather import partition_groups
 from hybrid.weights.host_tensors import tensors_in
 from hybrid.weights.module_dicts import ModuleTree
+from hybrid.weights.named_adapters import chosen_adapters
 from hybrid.weights.offload import TrainingStates, require_movable_optimizer, scratch
 
 
@@ -249,9 +250,10 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         self._runtime.release()
 
     @contextmanager
-    def inference(self, adapters: bool | None = None) -> Iterator["HybridEngine"]:
+    def inference(self, adapters: bool | None = None, adapter: str | None = None) -> Iterator["HybridEngine"]:
         """Open an inference window: the snapshot is refreshed once, and nothing is gathered again inside the block, but
-        for calls with other `adapters` under ZeRO-3: one copy holds merged weights or their base.
+        for calls with other `adapters` or another `adapter` under ZeRO-3: one copy holds the weights merged with one
+        adapter, or their base.
 
         Afterwards the engine is in its previous mode, even after an exception. The next call inside the block sees
         adapters that were switched, disabled or scaled there (PEFT's `set_adapter`, `disable_adapter()`), and weights
@@ -259,19 +261,30 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
 
         Args:
             adapters: None uses the model's active adapters; False runs the base model (a LoRA policy's reference).
+            adapter: the name of the adapter of PEFT that calls in the block use, as in `rollout`.
 
         Raises:
+            ValueError: for the name of no adapter.
             RuntimeError: at the next call or at the end of the block, for changes that it cannot follow: adapters
                 merged, added or deleted, a cast model, writes to the parameters that the model has inside, which are
                 inference's copies; and, where ranks compute together, for adapters that differ by rank.
         """
-        with self.call_lock.call(), self._eval_mode(), self._runtime.executor.block(adapters), INTERRUPTS.released():
+        with self.call_lock.call(), self._eval_mode(), ExitStack() as stack:
+            chosen, executor = chosen_adapters(adapters, adapter), self._runtime.executor
+            with executor.call(chosen):
+                self._runtime.window.named.require_given(adapters, adapter)
+            stack.enter_context(executor.block(chosen))
+            stack.enter_context(INTERRUPTS.released())
             yield self
 
     @contextmanager
-    def _call(self, adapters: bool | None) -> Iterator[None]:
+    def _call(
+        self, adapters: bool | None, adapter: str | None = None, adapter_names: Sequence[str] | None = None
+    ) -> Iterator[None]:
         """Run a user's call, in eval mode. If it fails, this rank still joins the other ranks' collectives."""
-        with self.call_lock.call(), self._eval_mode(), autocast_if_enabled(self), self._runtime.executor.call(adapters):
+        chosen = chosen_adapters(adapters, adapter) if adapter_names is None else tuple(adapter_names)
+        with self.call_lock.call(), self._eval_mode(), autocast_if_enabled(self), self._runtime.executor.call(chosen):
+            self._runtime.window.named.require_given(adapters, adapter, adapter_names)
             yield
 
     @contextmanager
@@ -546,7 +559,14 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         self._changes.detect(self._runtime.window.is_open)
         return self._runtime.snapshot.weights.number()
 
-    def generate(self, *args: Any, adapters: bool | None = None, seed: int | None = None, **kwargs: Any) -> Any:
+    def generate(
+        self,
+        *args: Any,
+        adapters: bool | None = None,
+        seed: int | None = None,
+        adapter: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Run Hugging Face's `generate`, with the same arguments and return value.
 
         Greedy search and sampling run fused. Beam search, assisted generation and other methods run in Hugging Face's
@@ -558,6 +578,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
             adapters: None uses the model's active adapters; False generates from the base model.
             seed: of the sampling RNG, whose draws are a function of (seed, rank, row, position); None takes
                 `next_seed()`. torch's generators are not used.
+            adapter: the name of the adapter of PEFT to generate with, as in `rollout`.
 
         Raises:
             TypeError: for prompts that cannot be decoded, before any weight is gathered.
@@ -565,13 +586,13 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
             NotImplementedError: likewise, for arguments that are not supported.
             RuntimeError: as Hugging Face's sampling, at the end, if logits of a row were NaN or +inf.
         """
-        with self._call(adapters):
+        with self._call(adapters, adapter):
             if self._runtime.streams and self._builder.info.is_encoder_decoder:
                 raise NotImplementedError(
                     "generate: an encoder-decoder model with hybrid_engine.pin_parameters=false, or with "
                     "inference_tp_size above 1, is not available; use true, and 1"
                 )
-            return self._generator.generate(args, kwargs, adapters, seed)
+            return self._generator.generate(args, kwargs, chosen_adapters(adapters, adapter), seed)
 
     @with_call_lock
     def next_seed(self) -> int:
@@ -594,6 +615,8 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         resume: UnfinishedRows | None = None,
         on_rows: Callable[[RolloutBatch], None] | None = None,
         model_inputs: ModelInputs | None = None,
+        adapter: str | None = None,
+        adapter_names: Sequence[str] | None = None,
     ) -> RolloutBatch:
         """Sample completions of prompts, with the logprobs of their tokens.
 
@@ -621,6 +644,12 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
                 tensors, as the model's processor returns it for the prompts, or a list with the dict of each prompt,
                 as it returns it for that one alone. Such prompts run in the model's own layers, once for all
                 generations, and draw no placeholder of an image. The batch has them for `score` and `logps`.
+            adapter: the name of the adapter of PEFT to sample with, whatever is active, "__base__" for none. The
+                model's active adapters and the parameters that require gradients stay as they are. Merged weights are
+                those of one adapter: a call for another one merges again, which is logged once; with `rollout.lora:
+                unmerged` it does not. Under ZeRO-3, and where ranks compute together, every rank must name the same.
+            adapter_names: PEFT's argument for mixed batches: such a name for each row of `prompt_ids`. Rows are decoded
+                adapter by adapter; a row's tokens are those of a call for its adapter. Ranks' names may differ.
 
         Raises:
             TypeError: for prompts, row ids, limits or an environment of a wrong type.
@@ -628,12 +657,12 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
                 than memory limits allow, and prompts with a token in whose place the model reads an image, a video or
                 sound. Like TypeError, before any weight is gathered.
             NotImplementedError: for an encoder-decoder, for an environment together with `stop_after` or `resume`, and
-                for `model_inputs` with any of the three.
+                for `model_inputs` or `adapter_names` with any of the three.
             RuntimeError: once the other rows are done, if a row's logits were NaN or +inf, or all -inf: it names row,
                 step and weight version. Ranks that decode together all raise.
         """
         self._builder.info.require_decoder("rollout")
-        with self._call(adapters):
+        with self._call(adapters, adapter, adapter_names):
             request = self._generator.rollout_request(
                 prompt_ids,
                 prompt_mask,
@@ -648,7 +677,9 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
                 on_rows,
                 model_inputs,
             )
-            return self._generator.rollout(request, adapters)
+            if adapter_names is not None:
+                return self._generator.rollout_by_adapter(request, adapter_names)
+            return self._generator.rollout(request, chosen_adapters(adapters, adapter))
 
     def rollout_iter(self, *args: Any, adapters: bool | None = None, **kwargs: Any) -> Stream[RolloutBatch]:
         """Run `rollout`, with the same arguments, and yield its rows as they finish, in a `for` or an `async for`.
@@ -695,6 +726,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         max_num_seqs: int | None = None,
         max_model_len: int | None = None,
         max_queue: int = 1024,
+        adapter: str | None = None,
     ) -> Server:
         """Return a server of requests that come one by one; it serves inside its `with` or `async with` block.
 
@@ -710,6 +742,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
             max_model_len: tokens of a sample, prompt included; None: `max_out_tokens`. The KV cache has room for
                 `max_num_seqs` such samples, within `rollout.kv_cache_bytes` and the free memory.
             max_queue: samples that may wait; more raise ServerBusy.
+            adapter: the name of the adapter of PEFT that is served, as in `rollout`.
 
         Raises:
             ValueError: for numbers outside these ranges.
@@ -717,8 +750,8 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
                 in its own layers.
         """
         self._builder.info.require_decoder("serve")
-        settings = adapters, max_num_seqs, max_model_len, max_queue
-        return Server(self._generator, partial(self._call, adapters), self.call_lock, *settings)
+        settings = chosen_adapters(adapters, adapter), max_num_seqs, max_model_len, max_queue
+        return Server(self._generator, partial(self._call, adapters, adapter), self.call_lock, *settings)
 
     def score(
         self,
@@ -729,6 +762,8 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         rows_per_forward: int = 16,
         model_inputs: ModelInputs | None = None,
         top_logprobs: int = 0,
+        adapter: str | None = None,
+        adapter_names: Sequence[str] | None = None,
     ) -> Scores:
         """Return the logprob and the entropy of every token of given sequences except the first.
 
@@ -744,6 +779,8 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
             model_inputs: a batch's `model_inputs`, or as `rollout` takes them.
             top_logprobs: also return the ids and logprobs of this many most probable tokens of each distribution, for
                 distillation from this model; logits exist for a few hundred tokens at a time.
+            adapter: the name of the adapter of PEFT to score with, such as a reference or a teacher, as in `rollout`.
+            adapter_names: such a name for each row, as in `rollout`.
 
         Returns:
             Scores, [rows, tokens - 1] each.
@@ -755,9 +792,11 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
             NotImplementedError: for an encoder-decoder.
         """
         self._builder.info.require_decoder("score")
-        with self._call(adapters):
-            arguments = sequences, attention_mask, adapters, temperature, rows_per_forward
-            return self._generator.score(*arguments, model_inputs, top_logprobs)
+        with self._call(adapters, adapter, adapter_names):
+            more = temperature, rows_per_forward, model_inputs, top_logprobs
+            if adapter_names is not None:
+                return self._generator.score_by_adapter(sequences, attention_mask, adapter_names, *more)
+            return self._generator.score(sequences, attention_mask, chosen_adapters(adapters, adapter), *more)
 
     # ------------------------------------------------------------- training
 
@@ -775,11 +814,12 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
     ) -> Logps:
         """Return the logprobs of completion tokens under the policy, with gradients. In train mode.
 
-        `backward` and `step` follow as after a forward of the engine. Gradients are added by a backward inside the
-        backward, so that `torch.autograd.grad` does not see the parameters, and a loss of two calls needs a `backward`
-        for each: ZeRO reduces a parameter's gradient once in each. Under ZeRO every rank must call it, also
-        with rows that have no completion token. The first call with "packed" compares it with "model" on four short
-        rows; `coverage()` reports the result.
+        The model's active adapters are trained: PEFT's `set_adapter` chooses them. `backward` and `step` follow as
+        after a forward of the engine. Gradients are added by a backward inside the backward, so that
+        `torch.autograd.grad` does not see the parameters, and a loss of two calls needs a `backward` for each: ZeRO
+        reduces a parameter's gradient once in each. Under ZeRO every rank must call it, also with rows that have no
+        completion token. The first call with "packed" compares it with "model" on four short rows; `coverage()` reports
+        the result.
 
         With `sequence_parallel_size: n`, n neighbouring ranks must give the same rows, and compute the same loss of the
         logprobs, which each of them gets: each computes 1/n of the tokens. Without gradients (`torch.no_grad()`) ranks

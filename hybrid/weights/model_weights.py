@@ -23,6 +23,7 @@ class WeightVersion:
     loads: int = 0
     adapter_changes: int = 0
     adapters: tuple = ()  # the active adapters at the last `see_adapters`
+    is_switched: bool = False  # a window has other adapters than the model's active ones, which is no change
     updating: bool = False  # an optimizer may have written weights since the last `end_update`
 
     @property
@@ -41,8 +42,9 @@ class WeightVersion:
 
     def see_adapters(self, adapters: tuple) -> None:
         """Count a change if the active adapters differ from the last ones."""
-        self.adapter_changes += adapters != self.adapters
-        self.adapters = adapters
+        if not self.is_switched:
+            self.adapter_changes += adapters != self.adapters
+            self.adapters = adapters
 
 
 @dataclass(frozen=True)
@@ -118,8 +120,9 @@ def read_weights(
     version = version or WeightVersion()
     version.adapters = (*active_adapters(adapted), *map(switch_state, running))
     groups = make_groups(info.model, info.structure, adapted, layers_per_group)
-    trainable = frozenset(param for param in info.model.parameters() if param.requires_grad)
-    return ModelWeights(info, adapted, running, groups, unmerged, version, trainable)
+    # Factors of an adapter that is not active require no gradients (PEFT's `set_adapter`), and may be trained later.
+    trainable = {param for param in info.model.parameters() if param.requires_grad} | factors_of(adapted)
+    return ModelWeights(info, adapted, running, groups, unmerged, version, frozenset(trainable))
 
 
 def active_adapters(adapted: tuple[AdaptedModule, ...]) -> tuple:
@@ -147,6 +150,14 @@ def switch_state(module: Any) -> tuple:
     return disabled, str(active)
 
 
+def factors_of(adapted: tuple[AdaptedModule, ...]) -> set[nn.Parameter]:
+    """Return the parameters of all adapters of these modules, active or not."""
+    sources = {param for layer in adapted for param in layer.sources.values()}
+    # A base may have modules inside it, with parameters of their own (a router's); they are copied as any others.
+    params = {param for layer in adapted for param in {*layer.wrapper.parameters()} - {*layer.plain.parameters()}}
+    return params - sources
+
+
 def make_groups(
     model: nn.Module, structure: Structure, adapted: tuple[AdaptedModule, ...], layers_per_group: int
 ) -> tuple[Group, ...]:
@@ -156,10 +167,7 @@ def make_groups(
     A parameter that two parts share is in the first part's group. Adapter factors are in no group: they are gathered
     with the modules that they adapt.
     """
-    sources = {param for layer in adapted for param in layer.sources.values()}
-    # A base may have modules inside it, with parameters of their own (a router's); they are copied as any others.
-    factors = {param for layer in adapted for param in {*layer.wrapper.parameters()} - {*layer.plain.parameters()}}
-    factors -= sources
+    factors = factors_of(adapted)
     bundles = [
         modules[start : start + layers_per_group]
         for modules in ([part.module for part in structure.outer], [part.module for part in structure.layers])

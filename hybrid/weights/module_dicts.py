@@ -2,7 +2,7 @@
 dictionaries, so each change is one pass over lists that are made once."""
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, repeat
 from operator import attrgetter, getitem, is_, setitem
@@ -15,11 +15,34 @@ from transformers import PreTrainedModel
 
 END = object()  # ends a sequence that is compared with one of another length
 HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+ABSENT: Any = object()  # an attribute that is not set on the instance
+
+Replacement = tuple[dict, str, Any]  # a module's `__dict__`, the name of an attribute in it, and its value
 
 
 def set_items(owners: Iterable[dict], names: Iterable[str], values: Iterable) -> None:
     """owner[name] = value for each triple."""
     deque(map(setitem, owners, names, values), maxlen=0)
+
+
+def restore(replaced: Sequence[Replacement]) -> None:
+    """Put the modules' attributes back, the last replaced first: nested windows may replace one twice."""
+    for owner, name, value in reversed(replaced):
+        if value is ABSENT:
+            owner.pop(name, None)
+        else:
+            owner[name] = value
+
+
+@contextmanager
+def replaced(values: Sequence[Replacement]) -> Iterator[list[Replacement]]:
+    """Inside the block the modules' attributes have these values, each attribute once. Yields their own."""
+    before = [(owner, name, owner.get(name, ABSENT)) for owner, name, _ in values]
+    try:
+        restore(values)
+        yield before
+    finally:
+        restore(before)
 
 
 def all_the_same(these: Iterable, those: Iterable) -> bool:

@@ -43,6 +43,7 @@ from hybrid.weights.gather import (
 from hybrid.weights.joined import JoinedBuffers
 from hybrid.weights.lora import AdaptedModule, LowRank, merge_low_rank
 from hybrid.weights.model_weights import Group, ModelWeights, State
+from hybrid.weights.named_adapters import Adapters
 from hybrid.weights.slice_exchange import Layout, SliceExchange, exchange_bytes, exchanges_of, layout_of
 from hybrid.weights.slices import WHOLE_KEY, Slice
 from hybrid.weights.watch import WeightWatch
@@ -118,10 +119,10 @@ class Snapshot:
         self.base_gathers: tuple[tuple, int] = (), 0
         self.moves = 0  # grows whenever memory of a copy is allocated, replaced or freed
         self.swapped: dict[
-            bool, tuple[tuple, list]
-        ] = {}  # InferenceWindow's cache, by use of adapters: its key, and dictionaries
+            Adapters, tuple[tuple, list]
+        ] = {}  # InferenceWindow's cache, by its adapters: its key, and dictionaries
         self.watches: dict[
-            bool, tuple[tuple, WeightWatch]
+            Adapters, tuple[tuple, WeightWatch]
         ] = {}  # InferenceWindow's, of swapped-in copies, in the same way
         self.peak_bytes = 0  # most bytes held at once by the copies and the group being gathered
         self.slice_layouts: dict[tuple, Layout | None] = {}  # `layout_of` its arguments
@@ -658,6 +659,14 @@ class Snapshot:
             self.moves += 1
             storage = self.parts.pop(param)[WHOLE_KEY].data.view(-1)
             self.spare.setdefault(memory_kind(param), []).append(storage)
+
+    def merges(self) -> bool:
+        """Whether the active adapters of a module are merged."""
+        return any(self.weights.is_merged(adapted, True) for adapted in self.adapted)
+
+    def merged_modules(self) -> set[AdaptedModule]:
+        """Return the modules of which merged weights are kept."""
+        return {owner[0] for owner in self.parts if isinstance(owner, tuple)}
 
     def drop_merged(self) -> None:
         """Free the merged weights, and what is joined with them; the next refresh merges again."""

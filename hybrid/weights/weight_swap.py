@@ -7,6 +7,7 @@ The module tree stays: an adapted module whose adapters are merged gets the plai
 switches inside a window (`set_adapter`, `disable_adapter`) is switched, and the next call runs with it.
 """
 
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -14,7 +15,7 @@ from itertools import chain, repeat
 from typing import Any, NoReturn
 
 import torch
-from peft import PeftType
+from deepspeed.utils import logger
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
@@ -25,7 +26,16 @@ from hybrid.runtime.profiling import Profiler
 from hybrid.runtime.waiting import waiting_to
 from hybrid.weights.gather import is_partitioned
 from hybrid.weights.model_weights import adapters_text
-from hybrid.weights.module_dicts import EngineHooks, all_the_same, set_items
+from hybrid.weights.module_dicts import (
+    ABSENT,
+    EngineHooks,
+    Replacement,
+    all_the_same,
+    patched_attribute,
+    restore,
+    set_items,
+)
+from hybrid.weights.named_adapters import BASE, UNSWITCHABLE, Adapters, NamedAdapters
 from hybrid.weights.offload import TrainingStates
 from hybrid.weights.snapshot import Snapshot
 from hybrid.weights.watch import WeightWatch
@@ -55,8 +65,6 @@ def refuse_swapped(*args: Any) -> NoReturn:
 
 
 INFERENCE_ONLY = InferenceOnly()
-# Methods of PEFT that also run outside of the layers, whose flags do not disable them (0.21).
-UNSWITCHABLE = (PeftType.XLORA, PeftType.SHADOW)
 STATE_HOOKS = ("_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
 # Methods of adapter layers, PEFT's and DeepSpeed-Chat's, that read or write base weights.
 WEIGHT_METHODS = ("merge", "unmerge", "update_layer", "fuse_lora_weight", "unfuse_lora_weight")
@@ -76,9 +84,6 @@ WRITTEN = (
     "inference's copies: training weights are unchanged. Leave the block first, or write to parameters that were taken "
     "from the model before it, under ZeRO-3 inside `GatheredParameters(..., modifier_rank=0)`"
 )
-ABSENT: Any = object()  # an attribute that is not set on the instance
-
-Replacement = tuple[dict, str, Any]  # a module's `__dict__`, the name of an attribute in it, and its value
 
 
 class OverwrittenParameters(dict[str, Any]):
@@ -163,14 +168,15 @@ class InferenceWindow:
         self.swaps, self.merges = swaps, merges
         self.hooks, self.slices_swapped, self.states = hooks, slices_swapped, states
         self.is_collective = world_size() > 1 and any(map(is_partitioned, model.parameters()))  # refreshing
-        self.adapters: list[bool] = []  # whether adapters are used, for each open window, the outermost first
+        self.adapters: list[Adapters] = []  # those of each open window, the outermost first
+        self.named = NamedAdapters(model)
         self.replaced: list[Replacement] = []  # the model's own attributes that are replaced now, in order
         self.first_replaced: list[int] = []  # where those of each swapped-in snapshot begin, the outermost first
         self.swapped_key: tuple = ()  # of the parameters that are swapped in now
         self.swapped: SwappedParameters | None = None  # the parameters that are swapped in now, inside a user's window
         self.swapped_overwrites = 0  # the snapshot's `overwrites` when they were swapped in
         self.refreshes = 0  # of the snapshot, by windows
-        self.warns_of_gathers = rank() == 0
+        self.warns_of_gathers = self.logs_switches = rank() == 0
         self.switched: set[nn.Module] = set()
         # The model's own dictionaries, read once: inside a window the module tree is a different one.
         self.owners = [(module, dict(module._parameters)) for module in model.modules() if module._parameters]
@@ -198,18 +204,28 @@ class InferenceWindow:
     @property
     def uses_adapters(self) -> bool:
         """Whether the innermost open window uses adapters. Expects an open window."""
-        return self.adapters[-1]
+        return bool(self.adapters[-1])
 
-    def resolved(self, adapters: bool | None) -> bool:
-        """Whether a window opened now with `adapters` uses them. None: as the enclosing window, or True without one."""
+    def resolved(self, adapters: Adapters | None) -> Adapters:
+        """Return the adapters of a window opened now. None: those of the enclosing window, or True without one."""
         return (self.adapters[-1] if self.adapters else True) if adapters is None else adapters
 
     @contextmanager
-    def opened(self, adapters: bool | None = None, by_user: bool = False) -> Iterator[None]:
+    def naming(self, adapters: Adapters) -> Iterator[None]:
+        """Inside the block PEFT's layers have the adapter of this name active. Neither that nor running without
+        adapters is a change of the weights' version."""
+        weights, is_switched = self.snapshot.weights, adapters is not True
+        if is_switched:
+            weights.number()  # counts what the user has switched before
+        with self.named.switched(adapters), patched_attribute(weights.version, "is_switched", is_switched):
+            yield
+
+    @contextmanager
+    def opened(self, adapters: Adapters | None = None, by_user: bool = False) -> Iterator[None]:
         """Inside the block the model computes with the snapshot, which is refreshed first.
 
-        adapters: False: without adapters; None: as the enclosing window or the model. A nested window with the same
-            choice swaps again only if weights or adapters have changed.
+        adapters: False: without adapters; None: as the enclosing window or the model; a str: the adapter of that name.
+            A nested window with the same choice swaps again only if weights or adapters have changed.
         by_user: whether a user's code runs inside the block. Raises RuntimeError at its end if that has written to
             parameters that are swapped in.
         Raises NotImplementedError for False if the adapters cannot be disabled.
@@ -220,9 +236,13 @@ class InferenceWindow:
             if not self.adapters:
                 stack.enter_context(nullcontext() if self.states is None else self.states.on_host())
             if not self.adapters or self.adapters[-1] != adapters:
+                stack.callback(self._refuse_overwritten, by_name=isinstance(adapters, str))
+                stack.enter_context(self.naming(adapters))
                 if not adapters:
                     self._require_switchable(runs_modules=not self.merges)
                     stack.enter_context(disabled(self.switchable))
+                if isinstance(adapters, str) and self._exchanges_names(adapters):
+                    self.agree_on(adapters)
                 self.refresh(adapters)
                 for hooks in self.hooks if self.swaps else ():
                     stack.enter_context(hooks.off())
@@ -271,11 +291,13 @@ class InferenceWindow:
         runs_own = layer is None or not self.swaps or self.snapshot.weights.is_unmerged(layer, self.uses_adapters)
         return own if runs_own else layer.plain
 
-    def _renew(self, adapters: bool) -> None:
+    def _renew(self, adapters: Adapters) -> None:
         """If weights or adapters have changed since the snapshot was swapped in, refresh it and swap it in again."""
         if not adapters:  # PEFT's `disable_adapter()` enables them at its end
             set_items((layer.__dict__ for layer in self.switchable), repeat("_disable_adapters"), repeat(True))
-        if self.snapshot.is_fresh(adapters) and self.swapped_key == self._key(adapters):
+        if isinstance(adapters, str):  # `set_adapter` in the window does not change what it is of
+            restore(self.named.flags(adapters))
+        if self.snapshot.is_fresh(bool(adapters)) and self.swapped_key == self._key(adapters):
             return
         self.refresh(adapters)
         first = self.first_replaced[-1]
@@ -283,10 +305,35 @@ class InferenceWindow:
         del self.replaced[first:]
         self._swap_in(adapters, self.swapped is not None)
 
+    def _exchanges_names(self, adapters: Adapters | tuple[str, ...]) -> bool:
+        """Whether opening a window of a named adapter, or a call that names several, is a collective even if no copy is
+        stale: ranks that name different ones would gather different weights."""
+        return self.is_collective and not isinstance(adapters, bool) and self.adapters[-1:] != [adapters]
+
+    @waiting_to("agree on the adapters")
+    def agree_on(self, own: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        """Return the name that all ranks' calls give, or of calls with a name for each row, the names of all ranks. A
+        collective.
+
+        own: None if this rank's call has failed.  Returns None if every rank's has, or if the others raise.
+        Raises RuntimeError, on every rank with a call, if they differ.
+        """
+        with lost_rank_reported("agreeing on the adapters"):
+            of_ranks = all_gather_objects(own)
+        given = [names for names in of_ranks if names is not None]
+        if all(isinstance(names, tuple) for names in given):
+            return tuple(sorted({name for names in given for name in names})) if given else None
+        if len(set(given)) == 1:
+            return given[0]
+        if own is None:
+            return None
+        on_ranks = "; ".join(f"rank {rank}: {names!r}" for rank, names in enumerate(of_ranks) if names is not None)
+        raise RuntimeError(f"ranks name different adapters ({on_ranks}); under ZeRO-3 name the same on every rank")
+
     @waiting_to("refresh weights")
-    def refresh(self, adapters: bool) -> None:
+    def refresh(self, adapters: Adapters) -> None:
         """Update the snapshot for a window with `adapters`. A collective if partitioned weights must be gathered."""
-        if self.snapshot.is_fresh(adapters):
+        if self.snapshot.is_fresh(bool(adapters)):
             return
         with lost_rank_reported("gathering the weights"):
             if self._must_gather(adapters):  # tell ranks whose request failed to join: see `join_refresh`
@@ -294,39 +341,61 @@ class InferenceWindow:
             self._gather(adapters)
 
     @waiting_to("refresh weights")
-    def join_refresh(self, adapters: bool) -> None:
-        """Join the gather if another rank refreshes; for a request that failed before its window opened."""
-        with lost_rank_reported("gathering the weights"):
+    def join_refresh(self, adapters: Adapters | tuple[str, ...]) -> None:
+        """Join the gather if another rank refreshes; for a request that failed before its window opened.
+
+        adapters: of the request; a tuple for one with a name for each row.
+        """
+        if self._exchanges_names(adapters):
+            agreed = self.agree_on(None)
+            if agreed is None:
+                return
+            adapters = agreed
+        if isinstance(adapters, tuple):
+            for name in adapters:
+                self.join_refresh(False if name == BASE else name)
+            return
+        with lost_rank_reported("gathering the weights"), self.naming(adapters):
             if self._must_gather(adapters) and self._any_refreshes(adapters, False):
                 self._gather(adapters)
 
-    def _any_refreshes(self, adapters: bool, is_own: bool) -> bool:
+    def _any_refreshes(self, adapters: Adapters, is_own: bool) -> bool:
         """Whether a rank refreshes. A collective. Raises RuntimeError, on every rank, if their adapters differ."""
-        texts = all_gather_objects(adapters_text(self.snapshot.weights.state(adapters).adapters) if is_own else None)
+        state = self.snapshot.weights.state(bool(adapters))
+        texts = all_gather_objects(adapters_text(state.adapters) if is_own else None)
         if len({text for text in texts if text is not None}) > 1:
             on_ranks = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
             raise RuntimeError(f"ranks gather weights for different adapters ({on_ranks}); set the same on every rank")
         return any(text is not None for text in texts)
 
-    def _must_gather(self, adapters: bool) -> bool:
-        return self.is_collective and self.snapshot.must_gather(adapters)
+    def _must_gather(self, adapters: Adapters) -> bool:
+        return self.is_collective and self.snapshot.must_gather(bool(adapters))
 
-    def _gather(self, adapters: bool) -> None:
+    def _gather(self, adapters: Adapters) -> None:
         self.refreshes += 1
-        self.profiler.gathered(self.snapshot.refresh(self.profiler.phase, adapters))
+        begin = time.perf_counter()
+        nbytes = self.snapshot.refresh(self.profiler.phase, bool(adapters))
+        self.profiler.gathered(nbytes)
+        if isinstance(adapters, str) and self.logs_switches and self.snapshot.merges():
+            self.logs_switches = False
+            logger.info(
+                f"hybrid: adapter {adapters!r} was merged for a call in {time.perf_counter() - begin:.3g} s "
+                f"({nbytes} bytes gathered). Merged weights are one adapter's: each call for another one than the last "
+                "merges again. Make the calls of one adapter one after the other, or set rollout.lora to 'unmerged'"
+            )
         _, gathers = self.snapshot.base_gathers
         if gathers > MAX_BASE_GATHERS and self.warns_of_gathers:
             self.warns_of_gathers = False
             warnings.warn(
                 f"the base weights were gathered {gathers} times without a step in between, since calls with and "
-                "without adapters alternate and one copy holds the base or the merged weights. Make all calls of one "
-                "kind before those of the other, or set rollout.memory_limit to what both need: "
+                "without adapters, or for different ones, alternate and one copy holds the base or the merged weights. "
+                "Make all calls of one kind before those of the other, or set rollout.memory_limit to what both need: "
                 "engine.memory_plan(...), 'pinned, base kept'",
                 stacklevel=2,
             )
 
     @contextmanager
-    def _swapped(self, adapters: bool, by_user: bool) -> Iterator[None]:
+    def _swapped(self, adapters: Adapters, by_user: bool) -> Iterator[None]:
         outer = self.swapped, self.swapped_key, self.swapped_overwrites
         self.first_replaced.append(len(self.replaced))
         try:
@@ -345,27 +414,32 @@ class InferenceWindow:
             self.swapped, self.swapped_key, self.swapped_overwrites = outer
             if self.swapped is not None:
                 self.swapped.accept(self.refreshes)
-            self._refuse_overwritten()
         if written:
             self.snapshot.release()
             raise RuntimeError(WRITTEN)
 
-    def _refuse_overwritten(self) -> None:
+    def _refuse_overwritten(self, by_name: bool) -> None:
         """If a nested window has overwritten copies that the open one has swapped in, let reading them raise until
-        `_renew` swaps in current ones."""
-        if not self.adapters or not self.swaps or self.swapped_overwrites == self.snapshot.overwrites:
+        `_renew` swaps in current ones.
+
+        by_name: whether the nested window was of a named adapter, whose merge may have overwritten any merged weight.
+        """
+        if not self.adapters or not self.swaps:
             return
-        if self.swapped_key == () or self.snapshot.is_fresh(self.adapters[-1]):
+        if not by_name and self.swapped_overwrites == self.snapshot.overwrites:
+            return
+        if self.swapped_key == () or self.snapshot.is_fresh(self.uses_adapters):
             return
         over = self.snapshot.merged_over
         modules = [module for module, own in self.owners if not over.keys().isdisjoint(own.values())]
-        tables = [module.__dict__ for module in dict.fromkeys((*modules, *(layer.plain for layer in over.values())))]
+        layers = {*over.values(), *(self.snapshot.merged_modules() if by_name else ())}
+        tables = [module.__dict__ for module in dict.fromkeys((*modules, *(layer.plain for layer in layers)))]
         self.replaced += [(table, "_parameters", table["_parameters"]) for table in tables]
         for table in tables:
             table["_parameters"] = OverwrittenParameters(table["_parameters"])
         self.swapped_key = ()
 
-    def _swap_in(self, adapters: bool, by_user: bool) -> None:
+    def _swap_in(self, adapters: Adapters, by_user: bool) -> None:
         tables = self._to_swap(adapters)
         owners, names = [owner for owner, _, _ in tables], [name for _, name, _ in tables]
         # Copied: code inside the window may change a dictionary that was swapped in.
@@ -382,17 +456,17 @@ class InferenceWindow:
             self.swapped = SwappedParameters(swapped, self.own, self.refreshes, watch if key == last_key else None)
             self.snapshot.watches[adapters] = key, self.swapped.watch
 
-    def _key(self, adapters: bool) -> tuple:
+    def _key(self, adapters: Adapters) -> tuple:
         """Differs if other tensors or modules are to be swapped in. The refresh has just read the active adapters."""
-        return self.snapshot.moves, self.snapshot.fresh[adapters].adapters, len(self.switched)
+        return self.snapshot.moves, self.snapshot.fresh[bool(adapters)].adapters, len(self.switched)
 
-    def _to_swap(self, adapters: bool) -> list[Replacement]:
+    def _to_swap(self, adapters: Adapters) -> list[Replacement]:
         """Return the replacements of attributes. Made again when copies have moved, or with other active adapters."""
         key = self._key(adapters)
         cached_key, tables = self.snapshot.swapped.get(adapters, (None, []))
         # Inside another window modules have other forwards.
         if self.adapters or key != cached_key:
-            swapped = list(self._swapped_attributes(adapters)) if self.swaps else []
+            swapped = list(self._swapped_attributes(bool(adapters))) if self.swaps else []
             # With adapters disabled by PEFT's flag a copy of any module would have them disabled for ever.
             modules = [module for module, _, _ in swapped] if adapters else [module for module, _ in self.owners]
             swapped += [(module, name, INFERENCE_ONLY) for module in modules for name in STATE_HOOKS]
@@ -478,15 +552,6 @@ def unswitchable(model: nn.Module, running: Iterable[Any]) -> str:
     if any(isinstance(layer, BaseTunerLayer) and layer.merged for layer in running):
         return "the adapters are merged into the training weights (call the model's unmerge_adapter())"
     return ""
-
-
-def restore(replaced: Sequence[Replacement]) -> None:
-    """Put the modules' attributes back, the last replaced first: nested windows may replace one twice."""
-    for owner, name, value in reversed(replaced):
-        if value is ABSENT:
-            owner.pop(name, None)
-        else:
-            owner[name] = value
 
 
 @contextmanager

@@ -82,7 +82,7 @@ INVALID = {
     "adapters by row": (
         lambda e: e.generate(IDS, max_new_tokens=3, adapter_names=["a", "b"]),
         NotImplementedError,
-        "adapter_names is not available; active adapters are the same",
+        "adapter_names is not available; give adapter=",
     ),
     "no mask": (lambda e: e.rollout(IDS, None, SAMPLING), ValueError, "prompt_mask: None given"),
     "no mask to score": (lambda e: e.score(IDS, None), ValueError, "attention_mask: None given"),
