@@ -6,10 +6,11 @@
 // 16 rows are an operand of AMX.
 //
 // A context is computed in splits of SPLIT_TOKENS positions, in three passes: products with the keys, of which each query's
-// largest is taken while they are in the L1 cache; exponentials; products with the values. A query's result does not depend on the other queries. The splits are merged in order (as Flash-Decoding
-// does, Dao et al. 2023): threads may compute those of a long sequence at the same time, with the same sums. Probabilities
-// are rounded to the model's dtype before the product with values, as in torch's kernels. Scores are rounded only where
-// Hugging Face computes them step by step ("eager" attention: soft caps, BLOOM's bias).
+// largest is taken while they are in the L1 cache; exponentials; products with the values. A query's result does not depend
+// on the other queries. The splits are merged in order (as Flash-Decoding does, Dao et al. 2023): threads may compute those
+// of a long sequence at the same time, with the same sums. Probabilities are rounded to the model's dtype before the product
+// with values, as in torch's kernels. Scores are rounded only where Hugging Face computes them step by step ("eager"
+// attention: soft caps, BLOOM's bias).
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -356,7 +357,8 @@ template <int MOST = 4, typename Body> static inline void over_dims(int64_t head
 template <typename T>
 static void attend_split(const AttentionShape& s, const Query* queries, const uint32_t* pairs, int count, int64_t kv_head, int64_t split, const T* keys,
                          const T* values, const int32_t* table, const AttentionWork& work, SplitSums* sums) {
-  int64_t last = 0, first = INT64_MAX, seen_by_all = 0, position = INT64_MAX;  // the last token, the first ones, the first query
+  int64_t first = INT64_MAX, last = 0;             // tokens that any query sees
+  int64_t seen_by_all = 0, position = INT64_MAX;  // from and to the tokens that every query sees
   bool late = true;
   for (int n = 0; n < count; n++) {
     const int64_t begin = first_seen(s.window, queries[n].position);
