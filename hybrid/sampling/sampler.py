@@ -319,7 +319,7 @@ def sample_tokens_in_torch(
 
 
 def sampling_mask_of(scores: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the sampling mask of tokens, int64 [n], as SamplerOutput has it.
+    """Return the sampling mask, float32 [n], of tokens, int64 [n].
 
     scores: [n, vocab], -inf where they were truncated.  logits: float32 [n, vocab], what was truncated.
     """
