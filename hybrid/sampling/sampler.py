@@ -319,7 +319,7 @@ def sample_tokens_in_torch(
 
 
 def sampling_mask_of(scores: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the sampling mask of tokens, int64 [n], as SamplerOutput has it.
+    """Return the sampling mask, float32 [n], of tokens, int64 [n].
 
     scores: [n, vocab], -inf where they were truncated.  logits: float32 [n, vocab], what was truncated.
     """
@@ -343,7 +343,7 @@ def masked_logits(logits: torch.Tensor, tokens: torch.Tensor, sampling_mask: tor
     gives the tokens that are at least as probable as that one, and the sampled token always. Truncating the later
     logits again, as NeMo-RL does, can leave the sampled token out: its logprob is then -inf, and it drops out of the
     loss. The edge is another token than the sampled one, whose probability an update changes most, and no logprob: the
-    kept tokens are then 2 to 9 times closer to the list after a step (LOG.md).
+    logprobs are then 2 to 9 times closer to those over the list after a step (LOG.md).
 
     logits: [..., vocabulary].  tokens: int64 [...], the sampled ones.
     sampling_mask: int64 [...], such ids; the sampled token itself: it was the only one; NOT_TRUNCATED: no token is left

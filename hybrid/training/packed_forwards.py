@@ -336,7 +336,8 @@ def _mask_of_sequences(mask: torch.Tensor, wanted: torch.Tensor, width: int, voc
     """Return the sampling mask of completions for sequences, int64 [rows, columns], NOT_TRUNCATED where no logprob is
     wanted. Raises ValueError if it does not fit."""
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.int64 or mask.shape != (len(wanted), width):
-        given = tuple(mask.shape), mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__
+        is_tensor = isinstance(mask, torch.Tensor)
+        given = f"{mask.dtype} {[*mask.shape]}" if is_tensor else type(mask).__name__
         raise ValueError(
             f"sampling_mask: {given} given; it must be int64 [{len(wanted)}, {width}], as RolloutBatch.sampling_mask"
         )
