@@ -423,8 +423,8 @@ class CudaDecoder(TorchDecoder):
         q = self._scaled(index, q, step.query_scale)
         # A graph would keep the tensors in `blocks`; ours reads addresses, and so stays valid when blocks move.
         attention = self.graphed_attention if step.graphed else self.attention
-        attend = attention.decode if step.decoding else attention.prefill
-        return attend(q, blocks, batch, layer.window, self.bias, self.blocks[index].get("sinks.weight"))
+        sinks = self.blocks[index].get("sinks.weight")
+        return attention.attend(step.decoding, q, blocks, batch, layer.window, self.bias, sinks)
 
     def _write_experts(
         self, router_indices: torch.Tensor, slot_mapping: torch.Tensor, layer: int, chosen: torch.Tensor
