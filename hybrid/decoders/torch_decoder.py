@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from hybrid.decoders.batch import BLOCK_SIZE, KVWeights, LayerActivations, PackedBatch, PagedKV
 from hybrid.kernels import torch_ops
-from hybrid.kernels.recurrent import StateRows, state_rows
+from hybrid.kernels.recurrent import MixerLayer, StateRows, state_rows
 from hybrid.kernels.router import routed
 from hybrid.models.spec import (
     ATTENTION,
@@ -660,8 +660,9 @@ class TorchDecoder(WholeDecoder):
         return block["kv_b.weight"]
 
     def _recurrent(self, index: int, x: torch.Tensor, step: Step, kv: PagedKV) -> torch.Tensor:
-        block, linear = self.blocks[index], partial(self._linear, self.blocks[index])
-        return self.spec.recurrent.mixed(x, linear, block, kv.states[index], step.states, self.spec.norm_eps)
+        block, spec = self.blocks[index], self.spec
+        layer = MixerLayer(partial(self._linear, block), block, kv.states[index], step.states, spec.norm_eps)
+        return spec.recurrent.mixed(x, layer)
 
     def _hybrid(self, index: int, x: torch.Tensor, step: Step, kv: PagedKV) -> torch.Tensor:
         """Return the sum of a recurrent mixer's output and an attention's."""
