@@ -66,7 +66,7 @@ GRACE_S = 2.0
 
 @dataclass(frozen=True)
 class Work:
-    """What a process measures.  kind: "rollout", or "switch", whose case gives the shape alone."""
+    """The measurement of a process.  kind: "rollout", or "switch", whose case gives the shape alone."""
 
     kind: str
     case: Case

@@ -244,10 +244,9 @@ class CudaDecoder(TorchDecoder):
         return max([size, *self.capture_sizes[-1:]])
 
     def loop_bytes(self, sequences: int, tokens: int) -> int:
-        """Return the bytes that the decode loop of so many sequences of up to `tokens` tokens adds: the state,
-        FlashInfer's
-        workspaces, and the memory pool of the graphs, which keeps a step's activations and logits. Measured by no
-        device yet."""
+        """Return the bytes that the decode loop of `sequences` sequences of up to `tokens` tokens adds: the state,
+        FlashInfer's workspaces, and the memory pool of the graphs, which keeps a step's activations and logits. Not
+        measured on a device yet."""
         size = self._captured_size(sequences)
         capacity = self._capacity(size)
         state = DecodeState(capacity, rounded_up(tokens), self._num_logits, torch.device("meta")).nbytes

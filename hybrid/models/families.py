@@ -494,7 +494,8 @@ GEMMA3 = replace(
 )
 
 # Gemma 4: norms with weights w; heads of other sizes in the layers without a window, which may have one projection for
-# keys and values; upper layers that read the keys and values of lower ones; per-layer inputs; a mixture beside the MLP.
+# keys and values; upper layers that read the keys and values of lower ones; per-layer inputs; a mixture parallel to the
+# MLP.
 
 
 def gemma4_kv_layers(config: PretrainedConfig) -> list[int | None]:
