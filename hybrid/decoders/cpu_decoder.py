@@ -163,11 +163,9 @@ class CpuDecoder(WholeDecoder):
             kv_heads, BLOCK_SIZE, elements of a value rounded up to whole vectors]. Both in the decoder's dtype;
             attention.h has the order of a head's elements.
         """
-        lanes, keys, values = self.library.lanes(), [], []
-        for spec in self.layer_specs:
-            key_dim, value_dim = spec.cached_dims
-            keys.append((spec.num_kv_heads, key_dim + key_dim % 2, BLOCK_SIZE))
-            values.append((spec.num_kv_heads, BLOCK_SIZE, -(-value_dim // lanes) * lanes))
+        lanes, sizes = self.library.lanes(), self.cached_sizes
+        keys = [(heads, key_dim + key_dim % 2, BLOCK_SIZE) for heads, key_dim, _ in sizes]
+        values = [(heads, BLOCK_SIZE, -(-value_dim // lanes) * lanes) for heads, _, value_dim in sizes]
         return self._paged_kv(num_blocks, keys, values)
 
     def write_kv(self, batch: PackedBatch, kv: PagedKV, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:

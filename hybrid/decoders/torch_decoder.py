@@ -130,6 +130,8 @@ class WholeDecoder(ABC):
     ):
         self.layout, self.spec, self.weights, self.dtype = layout, layout.spec, weights, dtype
         self.layer_specs = [layout.spec.of_layer(index) for index in range(len(layout.spec.layers))]
+        # By layer: heads, elements of a key, and of a value in the cache. Read here once: every call allocates blocks.
+        self.cached_sizes = [(spec.num_kv_heads, *spec.cached_dims) for spec in self.layer_specs]
         self.lora_deltas = lora_deltas
         self.copies: Copies = WeakValueDictionary() if copies is None else copies
         self.most_tokens = self.most_logits = 0  # the most of any forward so far
@@ -388,9 +390,9 @@ class TorchDecoder(WholeDecoder):
     def kv(self, num_blocks: int) -> PagedKV:
         """Allocate blocks: keys and values [blocks, BLOCK_SIZE, kv_heads, head_dim] for each layer. In latent attention
         a key begins with the value, so that there are no values."""
-        positions, specs = 0 if self.spec.latent_dim else BLOCK_SIZE, self.layer_specs
-        keys = [(BLOCK_SIZE, spec.num_kv_heads, spec.cached_dims[0]) for spec in specs]
-        return self._paged_kv(num_blocks, keys, [(positions, spec.num_kv_heads, spec.cached_dims[1]) for spec in specs])
+        positions, sizes = 0 if self.spec.latent_dim else BLOCK_SIZE, self.cached_sizes
+        keys = [(BLOCK_SIZE, heads, key_dim) for heads, key_dim, _ in sizes]
+        return self._paged_kv(num_blocks, keys, [(positions, heads, value_dim) for heads, _, value_dim in sizes])
 
     def write_kv(self, batch: PackedBatch, kv: PagedKV, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         slots = slot_mapping(batch)
