@@ -223,24 +223,22 @@ class WholeDecoder(ABC):
             if layer.mixer in (mixer.kind, HYBRID)
         }
 
-    def _paged_kv(self, num_blocks: int, keys: list[tuple[int, ...]], values: list[tuple[int, ...]]) -> PagedKV:
+    def _paged_kv(self, num_blocks: int, keys: Sequence[tuple], values: Sequence[tuple]) -> PagedKV:
         """Allocate blocks, their content undefined.  keys, values: the shapes of a block's in each layer; none are
         allocated for layers that do not cache tokens."""
         empty, cached = partial(torch.empty, device=self.device), (ATTENTION, LATENT_ATTENTION, HYBRID)
         caches = [layer.mixer in cached and layer.kv_layer is None for layer in self.spec.layers]
-        tensors = (
-            [
-                empty((num_blocks, *(shape if is_cached else (0,))), dtype=self.dtype)
-                for shape, is_cached in zip(shapes, caches, strict=True)
-            ]
-            for shapes in (keys, values)
+        key_blocks, value_blocks = (
+            [empty((num_blocks, *shape) if has else (num_blocks, 0), dtype=self.dtype) for shape, has in pairs]
+            for pairs in (zip(shapes, caches, strict=True) for shapes in (keys, values))
         )
         experts = num_blocks, BLOCK_SIZE, len(self.moe_layer), self.spec.experts_per_token
         hidden = num_blocks, BLOCK_SIZE, self.spec.hidden_size
         return PagedKV(
-            *tensors,
-            router_indices=empty(experts, dtype=torch.int16) if self.records_experts else None,
-            hidden_states=empty(hidden, dtype=self.dtype) if self.keeps_hidden_states else None,
+            key_blocks,
+            value_blocks,
+            empty(experts, dtype=torch.int16) if self.records_experts else None,
+            empty(hidden, dtype=self.dtype) if self.keeps_hidden_states else None,
         )
 
     def decode_layers(

@@ -648,11 +648,6 @@ SHARED = {f"shared_{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate
 CORRECTION = {"correction": "mlp.gate:e_score_correction_bias"}
 
 
-def head_norms(model: nn.Module) -> str:
-    """`DecoderSpec.qk_norm` of a model whose attention may have norms of heads."""
-    return "head" if hasattr(model.model.layers[0].self_attn, "q_norm") else ""
-
-
 def grouped_router(model: nn.Module) -> Router:
     """Return DeepSeek V3's router: sigmoid scores, and groups of experts."""
     config = model.config
@@ -678,7 +673,7 @@ GLM4_MOE = replace(
         *(NORMED, LLAMA.layer[0]),
     ),
     spec={
-        "qk_norm": head_norms,
+        "qk_norm": lambda model: "head" if hasattr(model.model.layers[0].self_attn, "q_norm") else "",
         **experts(grouped_router),
     },
     declares=("n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob", "n_routed_experts"),
@@ -1210,11 +1205,6 @@ LFM2 = replace(
 # norms after mixer and MLP.
 
 
-def lfm3_windows(config: PretrainedConfig) -> list[int]:
-    """`LayerSpec.window` of every layer: a window in those that `layer_types` calls sliding."""
-    return [config.sliding_window or 0 if kind == "sliding_attention" else 0 for kind in config.layer_types]
-
-
 LFM3_NORMS = {"attention_post_norm": "post_operator_norm", "mlp_post_norm": "post_ffn_norm"}
 LFM3_LAYERS = (
     {**LFM2.layer[0], **HEAD_NORMS, "o": "self_attn.o_proj", "attention_gate": "self_attn.g_proj"},
@@ -1225,7 +1215,9 @@ LFM3 = replace(
     LFM2,
     name="lfm3",
     layer=(*LFM3_LAYERS, *({**layer, **LFM3_NORMS} for layer in LFM3_LAYERS)),  # the norms may be identities
-    windows=lfm3_windows,
+    windows=lambda config: [
+        config.sliding_window or 0 if kind == "sliding_attention" else 0 for kind in config.layer_types
+    ],
     rotaries=lambda config: ["" if kind == "conv" else kind for kind in config.layer_types],
     spec={**LFM2.spec, "gate_dim": lambda model: int(model.config.use_attention_gate)},
     declares=(*LFM2.declares, "use_sandwich_norm", "use_attention_gate", "sliding_window"),
@@ -1273,11 +1265,6 @@ LFM2_MOE = replace(
 # without, queries scaled by their position. A token has one expert, whose input is scaled, and a shared one.
 
 
-def llama4_windows(config: PretrainedConfig) -> list[int]:
-    """`LayerSpec.window` of every layer: chunks in those that `layer_types` calls chunked."""
-    return by_layer_type(config, {"full_attention": 0, "chunked_attention": -(config.attention_chunk_size or 0)})
-
-
 LLAMA4_EXPERTS = {
     "router": "feed_forward.router",
     "experts_gate_up": Packed("feed_forward.experts:gate_up_proj", transposed_experts),
@@ -1295,7 +1282,9 @@ LLAMA4 = replace(
         for layer in ({**with_experts(LLAMA4_DENSE, norms), **LLAMA4_EXPERTS}, {**LLAMA4_DENSE, **norms})
     ),
     rotaries=smollm3_rotaries,
-    windows=llama4_windows,
+    windows=lambda config: by_layer_type(
+        config, {"full_attention": 0, "chunked_attention": -(config.attention_chunk_size or 0)}
+    ),
     spec={
         "qk_norm": lambda model: "head" if model.config.use_qk_norm and any(model.config.no_rope_layers) else "",
         "qk_norm_last": True,
@@ -1328,11 +1317,6 @@ PHIMOE = replace(
 # Latent attention: keys and values are made of a latent, and queries of another one or of the layer's input.
 
 
-def of_first_attention(name: str) -> Callable[[nn.Module], Any]:
-    """Return a function that returns an attribute of the first layer's attention."""
-    return lambda model: getattr(model.get_submodule("model.layers.0.self_attn"), name)
-
-
 LATENT_LAYER = {
     **without(LLAMA.layer[0], "q", "k", "v"),
     "kv_a": "self_attn.kv_a_proj_with_mqa",
@@ -1350,7 +1334,7 @@ YOUTU = replace(
         "value_dim": key("v_head_dim"),
         "latent_dim": key("kv_lora_rank"),
         "query_rank": key("q_lora_rank", 0),
-        "attention_scale": of_first_attention("scaling"),  # with YaRN's factor
+        "attention_scale": lambda model: model.get_submodule("model.layers.0.self_attn").scaling,  # with YaRN's factor
         "rotary_interleaved": key("rope_interleave", False),
     },
     table=rope_table,
