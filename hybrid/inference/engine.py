@@ -39,7 +39,7 @@ from hybrid.runtime.extension_lock import extension_lock_reported
 from hybrid.runtime.inputs import as_model_inputs
 from hybrid.runtime.interrupts import INTERRUPTS
 from hybrid.runtime.memory import free_bytes
-from hybrid.runtime.parallel import all_gather_objects, engine_name
+from hybrid.runtime.parallel import InferenceGroup, all_gather_objects, engine_name
 from hybrid.runtime.profiling import ModelTimes, Profiler
 from hybrid.sampling.sampler import Seeds, wrapped
 from hybrid.serving.server import Server
@@ -183,7 +183,11 @@ class InferenceEngine(nn.Module):
         self._containers = containers_of(parts_of(loaded.info), self._executor)
         for container in self._containers:
             container.install()
-        self._waits.built(lambda: [] if self._fused.group is None else [self._fused.group])
+        self._waits.built(self._decoding_groups)
+
+    def _decoding_groups(self) -> list[InferenceGroup]:
+        """Return the groups whose ranks compute together."""
+        return [] if self._fused.group is None else [self._fused.group]
 
     def _make_sleep(self) -> Sleep:
         shared = self._exchange if self._exchange is not None else self._group if self._group.size > 1 else None
