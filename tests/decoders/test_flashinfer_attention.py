@@ -21,7 +21,6 @@ from hybrid.decoders.fused_model import FusedModel
 from hybrid.generation.block_pool import BlockPool
 from hybrid.kernels.attention_backend import AttentionSettings, LayerBlocks
 from hybrid.kernels.flashinfer_attention import FlashInferAttention, flashinfer_reason
-from hybrid.kernels.kv_addresses import layer_kv
 from hybrid.kernels.triton_attention import TritonAttention
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.reader import read_decoder
@@ -48,7 +47,7 @@ from tests.decoders.test_decode_loop import (
 )
 from tests.decoders.test_self_check import self_check_reason
 from tests.decoders.test_torch_decoder import distance, own_weights
-from tests.device_ops import RecordedCapture
+from tests.device_ops import RecordedCapture, layer_kv
 from tests.marks import slow_but
 from tests.tiny_models import tiny_model
 
