@@ -27,7 +27,7 @@ from rlhf_examples.common.advantages import group_std, shaped_rewards, soft_over
 from rlhf_examples.common.controllers import AdaptiveEntropyController
 from rlhf_examples.common.engines import backward_and_step
 from rlhf_examples.common.forwards import token_logps
-from rlhf_examples.common.groups import GroupSource, dynamic_sampling_groups, next_groups, rewards_differ
+from rlhf_examples.common.groups import dynamic_sampling_groups, next_groups, rewards_differ
 from rlhf_examples.common.grpo_settings import advantages_of, policy_loss
 from rlhf_examples.common.losses import entropy_bonus, masked_sum, mean_metrics, mixed_loss
 from rlhf_examples.common.measures import Phases, scores_by_source
@@ -118,10 +118,12 @@ def grpo_iteration(
     phases, policy = Phases(), actor.policy
     sampling_metrics: Metrics = {}
     with policy.inference():
-        if partial is not None or args.dynamic_sampling:
-            source = GroupSource(policy, rewards, tokenizer, prompts, iteration, phases, args)
-            sample = dynamic_sampling_groups if partial is None else partial.next_groups
-            groups, sampling_metrics = sample(source)
+        if partial is not None:
+            groups, sampling_metrics = partial.next_groups(policy, rewards, tokenizer, prompts, iteration, phases, args)
+        elif args.dynamic_sampling:
+            groups, sampling_metrics = dynamic_sampling_groups(
+                policy, rewards, tokenizer, prompts, iteration, phases, args
+            )
         else:
             next_prompts = prompts.next(args.per_device_generation_batch_size * dist.get_world_size())
             groups = next_groups(policy, tokenizer, next_prompts, 0, iteration, args, rewards)

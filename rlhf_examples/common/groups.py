@@ -31,19 +31,6 @@ from rlhf_examples.data.examples import RowStream
 
 
 @dataclass(frozen=True)
-class GroupSource:
-    """The policy, prompts, rewards and settings of which an iteration's groups are made."""
-
-    policy: hybrid.HybridEngine
-    rewards: Rewards
-    tokenizer: PreTrainedTokenizerBase
-    prompts: RowStream
-    iteration: int
-    phases: Phases
-    args: GRPOArguments
-
-
-@dataclass(frozen=True)
 class Groups:
     """Completions of prompts; the completions of a prompt are adjacent.
 
@@ -103,14 +90,21 @@ def next_groups(
     return Groups(each, batch, {}, overlapped)
 
 
-def dynamic_sampling_groups(source: GroupSource) -> tuple[Groups, Metrics]:
+def dynamic_sampling_groups(
+    policy: hybrid.HybridEngine,
+    rewards: Rewards,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: RowStream,
+    iteration: int,
+    phases: Phases,
+    args: GRPOArguments,
+) -> tuple[Groups, Metrics]:
     """This rank's share of an iteration's groups by dynamic sampling (DAPO, arXiv:2503.14476, section 3.2), scored.
 
     A group whose scored completions all have equal scores is dropped, and the next prompt takes its place, in up to
     `max_num_gen_batches` rollouts; if that is not enough, groups with equal scores stay, masked out of the loss.
     Every rank decides by the scores of all ranks, and the metrics count groups of all ranks.
     """
-    args, rewards, pad_token_id = source.args, source.rewards, source.tokenizer.pad_token_id
     num_generations, num_prompts = args.num_generations, args.per_device_generation_batch_size * dist.get_world_size()
     kept: Groups | None = None
     rounds, num_sampled, num_scored, score_sum = 0, 0, 0, 0.0
@@ -118,24 +112,24 @@ def dynamic_sampling_groups(source: GroupSource) -> tuple[Groups, Metrics]:
     times: Counter[str] = Counter()
     missing = num_prompts
     while kept is None or (missing > 0 and rounds < args.max_num_gen_batches):
-        next_prompts = source.prompts.next(missing)
-        local = next_groups(source.policy, source.tokenizer, next_prompts, num_sampled, source.iteration, args, rewards)
-        source.phases.end("rollout")
+        next_prompts = prompts.next(missing)
+        local = next_groups(policy, tokenizer, next_prompts, num_sampled, iteration, args, rewards)
+        phases.end("rollout")
         timings.update(local.batch.timings)
         assert local.overlapped is not None, "groups are scored as they are sampled"
         scores = local.overlapped.scores_by_name(local.batch)
         times.update(local.overlapped.metrics())
-        source.phases.end("rewards")
+        phases.end("rewards")
         groups = gather_groups(replace(local, scores=scores), next_prompts, num_generations)
         learned_scores = groups.scores[rewards.name]
         differ = rewards_differ(learned_scores, num_generations).repeat_interleave(num_generations)
         newly_kept, dropped = groups.take(differ), groups.take(~differ)
-        kept = newly_kept if kept is None else kept.concatenate(newly_kept, pad_token_id)
+        kept = newly_kept if kept is None else kept.concatenate(newly_kept, tokenizer.pad_token_id)
         missing = num_prompts - len(kept.prompts) // num_generations
         rounds, num_sampled = rounds + 1, num_sampled + len(next_prompts)
         score_sum += learned_scores.nansum().item()
         num_scored += int((~learned_scores.isnan()).sum())
-    local = groups_of_rank(kept.concatenate(dropped, pad_token_id) if missing else kept, num_generations)
+    local = groups_of_rank(kept.concatenate(dropped, tokenizer.pad_token_id) if missing else kept, num_generations)
     rewards.last_scores = local.scores  # so that `Rewards.metrics` covers the kept groups
     return replace(local, batch=replace(local.batch, timings=dict(timings))), {
         "dynamic_sampling/num_gen_batches": rounds,

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 import hybrid
 from rlhf_examples.common.arguments import GRPOArguments
-from rlhf_examples.common.groups import NO_TURNS, Groups, GroupSource, rewards_differ
+from rlhf_examples.common.groups import NO_TURNS, Groups, rewards_differ
+from rlhf_examples.common.measures import Phases
 from rlhf_examples.common.ranks import device, gather_objects, over_ranks, rank_share, sums_over_ranks
 from rlhf_examples.common.rollout_log import log_rollout
 from rlhf_examples.common.rollouts import (
@@ -65,14 +66,22 @@ class PartialRollouts:
     timings: Counter = field(default_factory=Counter)
     weight_version: int = 0
 
-    def next_groups(self, source: GroupSource) -> tuple[Groups, Metrics]:
+    def next_groups(
+        self,
+        policy: hybrid.HybridEngine,
+        rewards: Rewards,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: RowStream,
+        iteration: int,
+        phases: Phases,
+        args: GRPOArguments,
+    ) -> tuple[Groups, Metrics]:
         """This rank's groups of an iteration, scored, and metrics of all ranks. Every rank takes part.
 
         With `dynamic_sampling` a group whose scores are all equal is dropped, and the rollout goes on until another one
         is done: in the same call where reward functions can be asked while others decode, and in up to
         `max_num_gen_batches` calls; if that is not enough, dropped groups stay, masked out of the loss.
         """
-        args, rewards = source.args, source.rewards
         wanted, rounds, started = args.per_device_generation_batch_size, 0, 0
         kept: list[Group] = []
         dropped: list[Group] = []
@@ -81,59 +90,70 @@ class PartialRollouts:
             missing = wanted - len(kept)
             useful = sum(not group.scores or differs(group, rewards) for group in self.ready)
             needed = max(missing - (useful if args.dynamic_sampling else len(self.ready)), 0)
-            started += self._roll_out(source, needed, started)
-            source.phases.end("rollout")
-            newly_kept, newly_dropped = self._take_ready(source, missing)
+            started += self._roll_out(policy, rewards, tokenizer, prompts, needed, iteration, started, args)
+            phases.end("rollout")
+            newly_kept, newly_dropped = self._take_ready(missing, rewards, tokenizer, args)
             kept, dropped = kept + newly_kept, dropped + newly_dropped
-            source.phases.end("rewards")
+            phases.end("rewards")
             rounds += 1
         missing = wanted - len(kept)
-        groups = self._joined(kept + dropped[len(dropped) - missing :], source.tokenizer.pad_token_id)
+        groups = self._joined(kept + dropped[len(dropped) - missing :], tokenizer.pad_token_id)
         rewards.last_scores = groups.scores
         metrics = self._metrics(groups.batch)
         if args.dynamic_sampling:
             metrics |= dynamic_sampling_metrics(kept + dropped, missing, rounds, rewards.name)
         return groups, metrics
 
-    def _take_ready(self, source: GroupSource, count: int) -> tuple[list[Group], list[Group]]:
+    def _take_ready(
+        self, count: int, rewards: Rewards, tokenizer: PreTrainedTokenizerBase, args: GRPOArguments
+    ) -> tuple[list[Group], list[Group]]:
         """Take complete groups, the oldest first, until `count` are kept; returns those, and the dropped ones."""
         kept: list[Group] = []
         dropped: list[Group] = []
         while self.ready and len(kept) < count:
             candidates = self.ready[: count - len(kept)]
             self.ready = self.ready[len(candidates) :]
-            score([group for group in candidates if not group.scores], source.rewards, source.tokenizer)
+            score([group for group in candidates if not group.scores], rewards, tokenizer)
             for group in candidates:
-                (kept if not source.args.dynamic_sampling or differs(group, source.rewards) else dropped).append(group)
+                (kept if not args.dynamic_sampling or differs(group, rewards) else dropped).append(group)
         return kept, dropped
 
     def _any_rank_needs(self, groups: int) -> bool:
         return over_ranks(torch.tensor(groups, device=device()), dist.ReduceOp.MAX).item() > 0
 
-    def _roll_out(self, source: GroupSource, needed: int, started: int) -> int:
+    def _roll_out(
+        self,
+        policy: hybrid.HybridEngine,
+        rewards: Rewards,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: RowStream,
+        needed: int,
+        iteration: int,
+        started: int,
+        args: GRPOArguments,
+    ) -> int:
         """Roll out until `needed` more groups are complete, with unequal scores if they can be asked for while others
         decode; returns how many prompts all ranks began.
 
         started: prompts that all ranks have started in this iteration; the sampling keys depend on it.
         """
-        args = source.args
         room = args.over_sampling_batch_size - len(self.open) - len(self.ready) if needed else 0
-        rows, first, total = self._new_prompts(source.prompts, max(room, 0))
+        rows, first, total = self._new_prompts(prompts, max(room, 0))
         numbers = [self.num_started + index for index in range(len(rows))]
         self.num_started += len(rows)
         self.open |= {number: Group(row) for number, row in zip(numbers, rows, strict=True)}
         resume = self.unfinished if needed else None
         ids = mask = torch.zeros(0, 1, dtype=torch.int64)
         if rows:
-            ids, mask = collate_prompts(rows, source.tokenizer.pad_token_id).values()
+            ids, mask = collate_prompts(rows, tokenizer.pad_token_id).values()
         of_rows, samples = (self.numbers, self.samples) if resume is not None else ([], [])
         of_rows = of_rows + [n for n in numbers for _ in range(args.num_generations)]
         samples = samples + [*range(args.num_generations)] * len(numbers)
         accept_group = None
-        if needed and scores_while_decoding(source.rewards, args):
-            accept_group = partial(self._score_and_compare, of_rows, source.rewards, source.tokenizer)
-        params = with_turn_end(sampling(args, sampling_seed(args.seed, source.iteration)), source.tokenizer)
-        batch = source.policy.rollout(
+        if needed and scores_while_decoding(rewards, args):
+            accept_group = partial(self._score_and_compare, of_rows, rewards, tokenizer)
+        params = with_turn_end(sampling(args, sampling_seed(args.seed, iteration)), tokenizer)
+        batch = policy.rollout(
             ids,
             mask,
             params,
@@ -146,7 +166,7 @@ class PartialRollouts:
         self.weight_version = batch.weight_version
         if needed:
             of_all_ranks = [number * dist.get_world_size() + dist.get_rank() for number in of_rows]
-            log_rollout(batch, list(zip(of_all_ranks, samples, strict=True)), params, source.iteration, args, resume)
+            log_rollout(batch, list(zip(of_all_ranks, samples, strict=True)), params, iteration, args, resume)
             self._take(batch, of_rows, samples, args.num_generations)
         return total
 

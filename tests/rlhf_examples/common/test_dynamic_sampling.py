@@ -12,7 +12,7 @@ import hybrid
 from rlhf_examples.common import groups as groups_of
 from rlhf_examples.common import overlapped_rewards
 from rlhf_examples.common.arguments import GRPOArguments
-from rlhf_examples.common.groups import GroupSource, dynamic_sampling_groups, rewards_differ
+from rlhf_examples.common.groups import dynamic_sampling_groups, rewards_differ
 from rlhf_examples.common.measures import Phases
 from rlhf_examples.common.scorers import Rewards, Scorer
 from rlhf_examples.data.examples import Examples, RowStream, pad
@@ -100,7 +100,7 @@ def sample(monkeypatch, hopeless: set[int], rounds: int):
     args = GRPOArguments(num_generations=EACH, per_device_generation_batch_size=2, max_num_gen_batches=rounds)
     rewards = Rewards([Scorer("reward", reward)], [1.0])
     tokenizer = SimpleNamespace(pad_token_id=0, chat_template=None)
-    result = dynamic_sampling_groups(GroupSource(None, rewards, tokenizer, prompts_of(9), 5, Phases(), args))
+    result = dynamic_sampling_groups(None, rewards, tokenizer, prompts_of(9), 5, Phases(), args)
     return *result, rolled_out, rewards
 
 

@@ -34,8 +34,8 @@ PARTIAL = {
 class Checked(PartialRollouts):
     """Partial rollouts that compare logprobs with `score` while the weights are those that sampled."""
 
-    def next_groups(self, source):
-        policy, (groups, metrics) = source.policy, super().next_groups(source)
+    def next_groups(self, policy, *others):
+        groups, metrics = super().next_groups(policy, *others)
         self.used.update(group_prompts := [row["prompt"] for row in groups.prompts[::4]])
         assert len(group_prompts) == 2 and len(groups.prompts) == 8
         batch = groups.batch
