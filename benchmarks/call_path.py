@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -61,8 +61,9 @@ class CallPath:
             yield from (f"    {calls:6} {function}" for function, calls in functions.items())
 
 
-def record_constructors() -> dict[CodeType, str]:
-    """The constructors' code of all dataclasses and named tuples that loaded modules of `hybrid` define, with names."""
+def record_constructors() -> dict[int, str]:
+    """The names of all dataclasses and named tuples that loaded modules of `hybrid` define, by the ids of their
+    constructors' code: the code of classes with the same fields is equal."""
     constructors = {}
     for module_name, module in list(sys.modules.items()):
         if module_name.split(".")[0] != "hybrid":
@@ -72,9 +73,9 @@ def record_constructors() -> dict[CodeType, str]:
                 continue
             name = f"{record.__name__} ({module_name.removeprefix('hybrid.')})"
             if dataclasses.is_dataclass(record) and hasattr(record.__init__, "__code__"):
-                constructors[record.__init__.__code__] = name
+                constructors[id(record.__init__.__code__)] = name
             elif issubclass(record, tuple) and hasattr(record, "_make"):
-                constructors |= {record.__new__.__code__: name, record._make.__func__.__code__: name}
+                constructors |= {id(make.__code__): name for make in (record.__new__, record._make.__func__)}
     return constructors
 
 
@@ -86,8 +87,8 @@ def count_calls(work: Callable[[], Any]) -> CallPath:
         if event != "call":
             return
         code = frame.f_code
-        if code in records:
-            path.records[records[code]] += 1
+        if id(code) in records:
+            path.records[records[id(code)]] += 1
         elif code.co_filename.startswith(prefix) and not code.co_name.startswith("<"):
             path.functions[code.co_filename.removeprefix(prefix), code.co_qualname] += 1
 

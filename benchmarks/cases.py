@@ -1,4 +1,4 @@
-"""What the rollout benchmark measures: models, cases, and the prompts and lengths of a run."""
+"""The cases of the rollout benchmark: models, cases, and the prompts and lengths of a run."""
 
 from dataclasses import dataclass, replace
 

@@ -41,7 +41,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Setting:
-    """What contenders are built from.
+    """The arguments of contenders.
 
     model: whole, in eval mode.  engine: with the same weights.
     max_rows, max_tokens: completions of the largest request, and tokens of the longest sequence.

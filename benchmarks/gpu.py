@@ -69,8 +69,8 @@ GRACE_S = 2.0
 
 @dataclass(frozen=True)
 class Work:
-    """What a process measures.  kind: "rollout"; "profile", of a rollout's decode steps; or "switch", whose case gives
-    the shape alone."""
+    """The measurement of a process.  kind: "rollout"; "profile", of a rollout's decode steps; or "switch", whose case
+    gives the shape alone."""
 
     kind: str
     case: Case

@@ -38,7 +38,7 @@ class Limits:
 
     @property
     def bound(self) -> str:
-        """What limits the step: memory or arithmetic."""
+        """The resource that limits the step: memory or arithmetic."""
         return "memory" if self.step_bytes / self.bytes_per_s > self.step_flops / self.flops_per_s else "arithmetic"
 
 

@@ -48,7 +48,7 @@ class Contender:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """What was measured."""
+        """The measurements by name."""
         return {"switch_s": self.switch_s, "rollout_s": self.rollout_s, "gathered_mib": self.gathered_mib}
 
 

@@ -334,7 +334,7 @@ def models_row() -> list[str]:
 
 
 def demo(results: Results) -> list[str]:
-    """What the demo found: mean and standard error of the first result's seeds, and the range that a single run falls
+    """The demo's results: mean and standard error of the first result's seeds, and the range that a single run falls
     in, mean ± 2 standard deviations over the runs of every machine."""
     rows, measured = [], [list(result["summaries"].values()) for result in results.of("demo_seeds")]
     for title, name in (

@@ -48,7 +48,7 @@ def parser(description: str | None, output: bool = True, **numbers: int) -> argp
 def begin(
     benchmark: str, args: argparse.Namespace, arguments: list[str] | None = None, **processes: Any
 ) -> dict[str, Any]:
-    """What every result has. To be called before measuring, once threads are set and ranks have joined.
+    """The fields of every result. To be called before measuring, once threads are set and ranks have joined.
 
     arguments: the command line; None: that of this process.  processes: for `machine`, if other processes measure.
     """

@@ -1,4 +1,4 @@
-"""What prefix caching and partial rollouts save, each against the same rollout without, in turns.
+"""The gain of prefix caching and of partial rollouts, each against the same rollout without, in turns.
 
     torchrun --nproc_per_node=1 -m benchmarks.rollout_features turns
     torchrun --nproc_per_node=1 -m benchmarks.rollout_features partial --shape 134M
@@ -37,7 +37,7 @@ def tokens(rows: int, length: int, vocabulary: int, seed: int) -> torch.Tensor:
 
 
 def in_turns(ways: dict[str, Callable[[], float]], repetitions: int) -> dict[str, list[float]]:
-    """What each way measures, one after the other, `repetitions` times."""
+    """The measurements of each way, one after the other, `repetitions` times."""
     measured: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repetitions):
         for name, way in ways.items():

@@ -1,4 +1,4 @@
-"""What speculation changes, against the same rollouts without it, in turns: the tail of a batch, and the whole.
+"""The gain of speculation, against the same rollouts without it, in turns: the tail of a batch, and the whole.
 
     torchrun --nproc_per_node=1 -m benchmarks.speculation --shape 7M
 

@@ -61,7 +61,7 @@ class Run:
 
     @property
     def missing(self) -> str:
-        """What it needs and this machine does not have, or ""."""
+        """The requirement that this machine lacks, or ""."""
         present = (ROOT / self.needs).exists() if "/" in self.needs else not self.needs or has_package(self.needs)
         return "" if present else self.needs
 

@@ -119,12 +119,12 @@ class RolloutConfig(Block):
     enable_prefix_caching: keep the keys and values of ended sequences in the KV cache until their room is needed or the
         weights change, for sequences that begin with the same tokens: the next turn of a conversation computes only
         what is new. Tokens and logprobs are those without it, on CPUs to the bit. vLLM's name.
-    prefix_cache_bytes: bytes by which the KV cache is larger than a request needs, for sequences that have ended: of a
-        rollout that ends with more rows than it decodes at once, and beside other requests, as many stay.
-    cache_hidden_states: keep the last layer's output of each token beside its keys and values, so that `score()` of
+    prefix_cache_bytes: extra bytes of the KV cache for finished sequences, so that their prefixes survive the next
+        request, and a rollout of more rows than it decodes at once.
+    cache_hidden_states: keep the last layer's output of each token with its keys and values, so that `score()` of
         sequences that were just rolled out, for their entropies or at another temperature, runs the head alone. Takes
-        the hidden size times the dtype's bytes for each token: 8 KiB beside the 128 KiB of keys and values of an 8B
-        Llama in bfloat16. Scores are those without it, on CPUs to the bit. Needs enable_prefix_caching.
+        the hidden size times the dtype's bytes for each token: 8 KiB in addition to the 128 KiB of keys and values of
+        an 8B Llama in bfloat16. Scores are those without it, on CPUs to the bit. Needs enable_prefix_caching.
     memory_limit: bytes that inference may add to what a rank holds for training: snapshot, KV cache, logits,
         activations. A request that cannot fit raises ValueError. Under ZeRO-3 with merged adapters, the base weights
         stay in memory too if the limit has room for both. None: no limit; "auto" then uses the memory that is free

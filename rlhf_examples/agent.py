@@ -155,7 +155,7 @@ class HarnessGames(Games):
     def play(
         self, policy: hybrid.HybridEngine, own: list[Row], params: hybrid.SamplingParams, num_generations: int
     ) -> tuple[hybrid.RolloutBatch, HarnessEpisodes]:
-        """What `Games.play` returns, of programs. One that raises ends its row: its reward is None."""
+        """As `Games.play`, for programs. One that raises ends its row: its reward is None."""
         records = [row["record"] for row in own for _ in range(num_generations)]
         sessions = [f"{row} {sample}" for row in range(len(own)) for sample in range(num_generations)]
         with (

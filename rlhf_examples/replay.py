@@ -79,7 +79,7 @@ class Replayed:
         return self.token_ids == self.logged.token_ids() and self.logps == self.logged.logps
 
     def difference(self) -> str:
-        """What differs from the log first, as text; empty for nothing."""
+        """The first difference to the log, as text; empty without one."""
         old, new = self.logged.token_ids(), self.token_ids
         if old != new:
             at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), len(new))

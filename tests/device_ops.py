@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
 from hybrid.kernels import cuda_graph
+from hybrid.kernels.kv_addresses import LayerKV, kv_addresses
 
 aten = torch.ops.aten
 # Operations for which the host waits: it reads a number, or a shape depends on one.
@@ -32,6 +33,12 @@ WAITS = {
 }
 # Operations that only allocate.
 ALLOCATIONS = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default}
+
+
+def layer_kv(keys: torch.Tensor, values: torch.Tensor) -> LayerKV:
+    """One layer's keys and values [blocks, block_size, kv_heads, head_dim], with a table of its own."""
+    assert keys.shape == values.shape, f"keys are {tuple(keys.shape)}, values {tuple(values.shape)}"
+    return LayerKV(kv_addresses([keys], [values])[0].to(keys.device), keys.dtype, *keys.shape[1:])
 
 
 def waits(func: torch._ops.OpOverload, args: tuple) -> bool:

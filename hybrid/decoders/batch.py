@@ -114,7 +114,7 @@ class PagedKV:
 
     @property
     def growth_bytes(self) -> int:
-        """The most bytes that `grown` holds beside the larger storage: one tensor."""
+        """The most bytes that `grown` holds in addition to the larger storage: one tensor."""
         return max(tensor.nbytes for tensor in self.tensors)
 
     def grown(self, num_blocks: int) -> "PagedKV":

@@ -84,6 +84,7 @@ class CpuDecoder(WholeDecoder):
         self.alibi = torch.tensor(self.spec.alibi) if self.spec.alibi else None
         self.layer_records = (kernels.Layer * len(self.spec.layers))()
         self.record = self._record()
+        self.pointer = ctypes.addressof(self.record)  # as the kernels' functions take it
 
     def _record(self) -> ctypes.Structure:
         """Return the Decoder record, without weights: every number of the spec under its name."""
@@ -162,23 +163,17 @@ class CpuDecoder(WholeDecoder):
             kv_heads, BLOCK_SIZE, elements of a value rounded up to whole vectors]. Both in the decoder's dtype;
             attention.h has the order of a head's elements.
         """
-        lanes = self.library.lanes()
-
-        def key_shape(spec: DecoderSpec) -> tuple[int, ...]:
-            return spec.num_kv_heads, spec.cached_dims[0] + spec.cached_dims[0] % 2, BLOCK_SIZE
-
-        def value_shape(spec: DecoderSpec) -> tuple[int, ...]:
-            return spec.num_kv_heads, BLOCK_SIZE, -(-spec.cached_dims[1] // lanes) * lanes
-
-        keys, values = (self._kv_tensors(num_blocks, shape) for shape in (key_shape, value_shape))
-        return PagedKV(keys, values, self.router_indices(num_blocks), self.hidden_states(num_blocks))
+        lanes, sizes = self.library.lanes(), self.cached_sizes
+        keys = [(heads, key_dim + key_dim % 2, BLOCK_SIZE) for heads, key_dim, _ in sizes]
+        values = [(heads, BLOCK_SIZE, -(-value_dim // lanes) * lanes) for heads, _, value_dim in sizes]
+        return self._paged_kv(num_blocks, keys, values)
 
     def write_kv(self, batch: PackedBatch, kv: PagedKV, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._lend(kv)
         record, work = self._batch_record(batch), self._work(len(batch.ids), 1)
         keys, values = keys.float().contiguous(), values.float().contiguous()
         pointers = [address(tensor, torch.float32) for tensor in (keys, values, work)]
-        self.library.write_kv(self._self(), ctypes.addressof(record), layer, *pointers)
+        self.library.write_kv(self.pointer, ctypes.addressof(record), layer, *pointers)
 
     @property
     def state_lanes(self) -> int:
@@ -236,7 +231,7 @@ class CpuDecoder(WholeDecoder):
         work = self._work(len(hidden), threads)
         hidden = hidden.float().contiguous()
         pointers = [address(tensor, torch.float32) for tensor in (hidden, out, work)]
-        self.library.logits(self._self(), pointers[0], len(hidden), *pointers[1:], threads)
+        self.library.logits(self.pointer, pointers[0], len(hidden), *pointers[1:], threads)
         return out
 
     @property
@@ -261,7 +256,7 @@ class CpuDecoder(WholeDecoder):
         record, work = self._batch_record(batch), self._work(len(batch.ids), threads)
         samples, drawn = sampling.record(steps)
         done = self.library.decode_steps(
-            self._self(),
+            self.pointer,
             ctypes.addressof(record),
             len(self.spec.layers),
             ctypes.addressof(samples),
@@ -277,7 +272,7 @@ class CpuDecoder(WholeDecoder):
     def activation_bytes(self, tokens: int) -> int:
         """Return the bytes that a forward over `tokens` tokens takes: the workspace, which is kept, and the hidden
         states."""
-        floats = self.library.work_floats(self._self(), tokens, torch.get_num_threads())
+        floats = self.library.work_floats(self.pointer, tokens, torch.get_num_threads())
         return 4 * (floats + tokens * self.spec.hidden_size)
 
     def _run(
@@ -298,7 +293,7 @@ class CpuDecoder(WholeDecoder):
         self.most_tokens = max(self.most_tokens, len(batch.ids))
         work = self._work(len(batch.ids), threads)
         pointers = [address(tensor, torch.float32) for tensor in (hidden, work)]
-        unknown = self.library.forward(self._self(), ctypes.addressof(record), first, last, *pointers, threads)
+        unknown = self.library.forward(self.pointer, ctypes.addressof(record), first, last, *pointers, threads)
         self._require_done(unknown, batch.ids)
         return hidden
 
@@ -339,11 +334,8 @@ class CpuDecoder(WholeDecoder):
                 f"token ids {given} given; the embedding has rows for 0 to {self.record.embedding_rows - 1}"
             )
 
-    def _self(self) -> int:
-        return ctypes.addressof(self.record)
-
     def _work(self, tokens: int, threads: int) -> torch.Tensor:
-        return self.workspace.of(self.library.work_floats(self._self(), tokens, threads))
+        return self.workspace.of(self.library.work_floats(self.pointer, tokens, threads))
 
     def _lend(self, kv: PagedKV) -> None:
         """Store the addresses of these blocks in the layers' records."""

@@ -244,10 +244,9 @@ class CudaDecoder(TorchDecoder):
         return max([size, *self.capture_sizes[-1:]])
 
     def loop_bytes(self, sequences: int, tokens: int) -> int:
-        """Return the bytes that the decode loop of so many sequences of up to `tokens` tokens adds: the state,
-        FlashInfer's
-        workspaces, and the memory pool of the graphs, which keeps a step's activations and logits. Measured by no
-        device yet."""
+        """Return the bytes that the decode loop of `sequences` sequences of up to `tokens` tokens adds: the state,
+        FlashInfer's workspaces, and the memory pool of the graphs, which keeps a step's activations and logits. Not
+        measured on a device yet."""
         size = self._captured_size(sequences)
         capacity = self._capacity(size)
         state = DecodeState(capacity, rounded_up(tokens), self._num_logits, torch.device("meta")).nbytes
@@ -358,10 +357,6 @@ class CudaDecoder(TorchDecoder):
             self.hidden_address.fill_(kv.hidden_states.data_ptr())
         self.lent = weakref.ref(kv)
 
-    def _layer_kv(self, index: int) -> LayerKV:
-        """Return the layer's blocks as Triton kernels read them."""
-        return LayerKV(self.kv_table[index], self.dtype, BLOCK_SIZE, self.spec.num_kv_heads, self.spec.head_dim)
-
     def _layer(
         self, index: int, hidden: torch.Tensor, pending: ResidualUpdate | None, step: Step, kv: PagedKV
     ) -> tuple[torch.Tensor, ResidualUpdate]:
@@ -408,7 +403,8 @@ class CudaDecoder(TorchDecoder):
     ) -> torch.Tensor:
         assert k is not None and v is not None, "no kernels read another layer's keys and values"
         spec, layer, batch = self.spec, self.spec.layers[index], step.batch
-        blocks = LayerBlocks(kv.keys[index], kv.values[index], self._layer_kv(index))
+        addresses = LayerKV(self.kv_table[index], self.dtype, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
+        blocks = LayerBlocks(kv.keys[index], kv.values[index], addresses)
         cos, sin = self.rope[layer.rotary] if layer.rotary else (None, None)
         qk_norm = None
         if self._norms_in_rope() and layer.qk_norm:
@@ -418,13 +414,13 @@ class CudaDecoder(TorchDecoder):
                 weight_q, weight_k, spec.norm_eps, spec.norm_offset, spec.norm_float32, after_rope=spec.qk_norm_last
             )
         q = rope_and_write(
-            q, k, v, cos, sin, batch.positions, step.slot_mapping, blocks.addresses, spec.rotary_interleaved, qk_norm
+            q, k, v, cos, sin, batch.positions, step.slot_mapping, addresses, spec.rotary_interleaved, qk_norm
         )
         q = self._scaled(index, q, step.query_scale)
         # A graph would keep the tensors in `blocks`; ours reads addresses, and so stays valid when blocks move.
         attention = self.graphed_attention if step.graphed else self.attention
-        attend = attention.decode if step.decoding else attention.prefill
-        return attend(q, blocks, batch, layer.window, self.bias, self.blocks[index].get("sinks.weight"))
+        sinks = self.blocks[index].get("sinks.weight")
+        return attention.attend(step.decoding, q, blocks, batch, layer.window, self.bias, sinks)
 
     def _write_experts(
         self, router_indices: torch.Tensor, slot_mapping: torch.Tensor, layer: int, chosen: torch.Tensor

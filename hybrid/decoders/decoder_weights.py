@@ -1,7 +1,6 @@
 """The weights of a DecoderLayout as a decoder reads them: from a snapshot or an int8 copy, or on the meta device for
 memory plans."""
 
-from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -76,17 +75,14 @@ class DecoderWeights:
         number = self.snapshot.number()
         if not self.snapshot.weights.groups:
             return (number,)
-        sources = number, self.snapshot.moves, list(map(active_copy, self.saved)), list(self._params())
+        # The parameters and buffers that the model's modules have now.
+        params = [*map(dict.get, map(PARAMETERS, self.modules), self.names)]
+        params += (plain(ref.module)._buffers[ref.parameter] for ref in self.buffers)
+        sources = number, self.snapshot.moves, list(map(active_copy, self.saved)), list(map(id, params))
         if self.sources != sources or list(map(torch.Tensor.data_ptr, self.in_place)) != self.pointers:
             self.addresses = self._read_addresses()
             self.sources = sources
         return number, *self.addresses
-
-    def _params(self) -> Iterator[int]:
-        """Yield the ids of the parameters and buffers that the model's modules have now."""
-        yield from map(id, map(dict.get, map(PARAMETERS, self.modules), self.names))
-        for ref in self.buffers:
-            yield id(plain(ref.module)._buffers[ref.parameter])
 
     def _read_addresses(self) -> list[int]:
         tensors = [self.tensor(ref) for ref in self.refs]

@@ -1,7 +1,7 @@
 """The fused decoder of a model: bound to the snapshot's weights, and used once the self-check has passed."""
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
@@ -244,16 +244,12 @@ class FusedModel:
         try:
             decoder, forwards = self.bound_decoder(adapters), self.foreign_forwards.replaced
             decoder.reserve(tokens)
-            with self._reference(adapters):
+            with self.snapshot.rounded_modules(adapters) if isinstance(self.snapshot, Int8Copy) else nullcontext():
                 require_equal(decoder, self.info)
             self.checked, self.checked_forwards = True, forwards
         except UnsupportedModel as reason:
             return str(reason)
         return ""
-
-    def _reference(self, adapters: bool) -> AbstractContextManager:
-        """Inside the block the model's own modules compute what the decoder must."""
-        return self.snapshot.rounded_modules(adapters) if isinstance(self.snapshot, Int8Copy) else nullcontext()
 
     def refuse(self, reason: str) -> None:
         """Disable the decoder for good."""

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from hybrid.decoders.batch import BLOCK_SIZE, KVWeights, LayerActivations, PackedBatch, PagedKV
 from hybrid.kernels import torch_ops
-from hybrid.kernels.recurrent import StateRows, state_rows
+from hybrid.kernels.recurrent import MixerLayer, StateRows, state_rows
 from hybrid.kernels.router import routed
 from hybrid.models.spec import (
     ATTENTION,
@@ -130,6 +130,8 @@ class WholeDecoder(ABC):
     ):
         self.layout, self.spec, self.weights, self.dtype = layout, layout.spec, weights, dtype
         self.layer_specs = [layout.spec.of_layer(index) for index in range(len(layout.spec.layers))]
+        # By layer: heads, elements of a key, and of a value in the cache. Read here once: every call allocates blocks.
+        self.cached_sizes = [(spec.num_kv_heads, *spec.cached_dims) for spec in self.layer_specs]
         self.lora_deltas = lora_deltas
         self.copies: Copies = WeakValueDictionary() if copies is None else copies
         self.most_tokens = self.most_logits = 0  # the most of any forward so far
@@ -211,19 +213,6 @@ class WholeDecoder(ABC):
         in_float32 = role == "correction.weight" or (role == "router.weight" and self.spec.router.float32)
         return torch.float32 if in_float32 else self.dtype
 
-    def router_indices(self, num_blocks: int) -> torch.Tensor | None:
-        """Return the memory for `PagedKV.router_indices`, its content undefined; None if experts are not recorded."""
-        if not self.records_experts:
-            return None
-        shape = num_blocks, BLOCK_SIZE, len(self.moe_layer), self.spec.experts_per_token
-        return torch.empty(shape, dtype=torch.int16, device=self.device)
-
-    def hidden_states(self, num_blocks: int) -> torch.Tensor | None:
-        """Return the memory for `PagedKV.hidden_states`, its content undefined; None if they are not kept."""
-        if not self.keeps_hidden_states:
-            return None
-        return torch.empty(num_blocks, BLOCK_SIZE, self.spec.hidden_size, dtype=self.dtype, device=self.device)
-
     def states(self, num_slots: int) -> dict[int, tuple[torch.Tensor, ...]]:
         """Allocate `PagedKV.states`, their content undefined."""
         mixer = self.spec.recurrent
@@ -234,15 +223,23 @@ class WholeDecoder(ABC):
             if layer.mixer in (mixer.kind, HYBRID)
         }
 
-    def _kv_tensors(self, num_blocks: int, shape: Callable[[DecoderSpec], tuple[int, ...]]) -> list[torch.Tensor]:
-        """Return a tensor [num_blocks, *shape] for each layer that caches tokens, of its spec; an empty one for every
-        other layer."""
-        cached = ATTENTION, LATENT_ATTENTION, HYBRID
-        shapes = [
-            shape(spec) if layer.mixer in cached and layer.kv_layer is None else (0,)
-            for layer, spec in zip(self.spec.layers, self.layer_specs, strict=True)
-        ]
-        return [torch.empty((num_blocks, *of_layer), dtype=self.dtype, device=self.device) for of_layer in shapes]
+    def _paged_kv(self, num_blocks: int, keys: Sequence[tuple], values: Sequence[tuple]) -> PagedKV:
+        """Allocate blocks, their content undefined.  keys, values: the shapes of a block's in each layer; none are
+        allocated for layers that do not cache tokens."""
+        empty, cached = partial(torch.empty, device=self.device), (ATTENTION, LATENT_ATTENTION, HYBRID)
+        caches = [layer.mixer in cached and layer.kv_layer is None for layer in self.spec.layers]
+        key_blocks, value_blocks = (
+            [empty((num_blocks, *shape) if has else (num_blocks, 0), dtype=self.dtype) for shape, has in pairs]
+            for pairs in (zip(shapes, caches, strict=True) for shapes in (keys, values))
+        )
+        experts = num_blocks, BLOCK_SIZE, len(self.moe_layer), self.spec.experts_per_token
+        hidden = num_blocks, BLOCK_SIZE, self.spec.hidden_size
+        return PagedKV(
+            key_blocks,
+            value_blocks,
+            empty(experts, dtype=torch.int16) if self.records_experts else None,
+            empty(hidden, dtype=self.dtype) if self.keeps_hidden_states else None,
+        )
 
     def decode_layers(
         self, hidden: torch.Tensor, batch: PackedBatch, kv: PagedKV, first: int, last: int
@@ -251,9 +248,8 @@ class WholeDecoder(ABC):
         return self.layers(hidden, batch, kv, first, last)
 
     def loop_bytes(self, sequences: int, tokens: int) -> int:
-        """Return the bytes that the decode loop of so many sequences of up to `tokens` tokens needs in addition to
-        activations and
-        logits: none here."""
+        """Return the bytes that the decode loop of `sequences` sequences of up to `tokens` tokens needs in addition to
+        activations and logits: none here."""
         return 0
 
     def nbytes(self) -> int:
@@ -301,13 +297,8 @@ class TorchDecoder(WholeDecoder):
         weights = {}
         for role in spec.unweighted_norms:
             if role in roles:
-                size = self.norm_size(role, spec)
-                key = (self.dtype, "ones", size)
-                ones = self.copies.get(key)
-                if ones is None:
-                    ones = torch.ones(size, dtype=self.dtype, device=self.device)
-                    self.copies[key] = ones
-                weights[f"{role}.weight"] = ones
+                ones = torch.ones(self.norm_size(role, spec), dtype=self.dtype, device=self.device)
+                weights[f"{role}.weight"] = self.copies.setdefault((self.dtype, "ones", len(ones)), ones)
         return weights
 
     def unbind(self) -> None:
@@ -397,10 +388,9 @@ class TorchDecoder(WholeDecoder):
     def kv(self, num_blocks: int) -> PagedKV:
         """Allocate blocks: keys and values [blocks, BLOCK_SIZE, kv_heads, head_dim] for each layer. In latent attention
         a key begins with the value, so that there are no values."""
-        keys = self._kv_tensors(num_blocks, lambda spec: (BLOCK_SIZE, spec.num_kv_heads, spec.cached_dims[0]))
-        positions = 0 if self.spec.latent_dim else BLOCK_SIZE
-        values = self._kv_tensors(num_blocks, lambda spec: (positions, spec.num_kv_heads, spec.cached_dims[1]))
-        return PagedKV(keys, values, self.router_indices(num_blocks), self.hidden_states(num_blocks))
+        positions, sizes = 0 if self.spec.latent_dim else BLOCK_SIZE, self.cached_sizes
+        keys = [(BLOCK_SIZE, heads, key_dim) for heads, key_dim, _ in sizes]
+        return self._paged_kv(num_blocks, keys, [(positions, heads, value_dim) for heads, _, value_dim in sizes])
 
     def write_kv(self, batch: PackedBatch, kv: PagedKV, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         slots = slot_mapping(batch)
@@ -660,8 +650,9 @@ class TorchDecoder(WholeDecoder):
         return block["kv_b.weight"]
 
     def _recurrent(self, index: int, x: torch.Tensor, step: Step, kv: PagedKV) -> torch.Tensor:
-        block, linear = self.blocks[index], partial(self._linear, self.blocks[index])
-        return self.spec.recurrent.mixed(x, linear, block, kv.states[index], step.states, self.spec.norm_eps)
+        block, spec = self.blocks[index], self.spec
+        layer = MixerLayer(partial(self._linear, block), block, kv.states[index], step.states, spec.norm_eps)
+        return spec.recurrent.mixed(x, layer)
 
     def _hybrid(self, index: int, x: torch.Tensor, step: Step, kv: PagedKV) -> torch.Tensor:
         """Return the sum of a recurrent mixer's output and an attention's."""

@@ -50,7 +50,7 @@ class PendingStep:
 
 
 class EnvironmentCalls:
-    """Calls of user code beside decoding: functions in threads of their own, coroutines in one event loop.
+    """Calls of user code while rows decode: functions in threads of their own, coroutines in one event loop.
 
     A call that raises, or takes longer than `limits.step_timeout_s`, gives an error. A function cannot be stopped: its
     thread goes on, and what it gives is dropped.

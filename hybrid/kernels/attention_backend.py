@@ -71,13 +71,14 @@ class AttentionBackend(Protocol):
     """
 
     def plan(self, batch: SequenceTables, decoding: bool) -> None:
-        """Prepare `decode` (if `decoding`, else `prefill`) for all layers of one forward over `batch`.
+        """Prepare `attend`, of the same `decoding`, for all layers of one forward over `batch`.
 
         Call it before every forward that does not run in a CUDA graph. It may wait for the device.
         """
 
-    def prefill(
+    def attend(
         self,
+        decoding: bool,
         q: torch.Tensor,
         kv: LayerBlocks,
         batch: SequenceTables,
@@ -85,15 +86,5 @@ class AttentionBackend(Protocol):
         bias: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return causal attention of each sequence's new tokens, the last ones of it in the cache."""
-
-    def decode(
-        self,
-        q: torch.Tensor,
-        kv: LayerBlocks,
-        batch: SequenceTables,
-        window: int,
-        bias: torch.Tensor | None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attention of the last token of each sequence."""
+        """Return attention of the last token of each sequence if `decoding`; else causal attention of each sequence's
+        new tokens, the last ones of it in the cache."""

@@ -97,12 +97,8 @@ class FlashInferAttention:
 
     @property
     def _sizes(self) -> tuple[int, int, int, int]:
-        return (
-            self.settings.num_heads,
-            self.settings.num_kv_heads,
-            self.settings.head_dim,
-            self.settings.block_size,
-        )
+        settings = self.settings
+        return settings.num_heads, settings.num_kv_heads, settings.head_dim, settings.block_size
 
     def _options(self, window: int) -> dict[str, Any]:
         """Return the options of both kinds of plans. FlashInfer's `window_left` does not count the query itself."""
@@ -115,8 +111,9 @@ class FlashInferAttention:
             "kv_data_type": settings.dtype,
         }
 
-    def prefill(
+    def attend(
         self,
+        decoding: bool,
         q: torch.Tensor,
         kv: LayerBlocks,
         batch: SequenceTables,
@@ -125,16 +122,5 @@ class FlashInferAttention:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert bias is None and sinks is None, "FlashInfer adds no bias and has no sinks"
-        return self.prefills[window].run(q.contiguous(), (kv.keys, kv.values))
-
-    def decode(
-        self,
-        q: torch.Tensor,
-        kv: LayerBlocks,
-        batch: SequenceTables,
-        window: int,
-        bias: torch.Tensor | None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        assert bias is None and sinks is None, "FlashInfer adds no bias and has no sinks"
-        return self.decodes[window].run(q.contiguous(), (kv.keys, kv.values))
+        wrappers = self.decodes if decoding else self.prefills
+        return wrappers[window].run(q.contiguous(), (kv.keys, kv.values))

@@ -38,9 +38,3 @@ def kv_addresses(keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -
     addresses = [tensor.data_ptr() for tensor in tensors]
     assert all(address % ALIGNMENT == 0 for address in addresses), f"blocks must be aligned to {ALIGNMENT} bytes"
     return torch.tensor(addresses, dtype=torch.int64).view(-1, 2)
-
-
-def layer_kv(keys: torch.Tensor, values: torch.Tensor) -> LayerKV:
-    """One layer's keys and values [blocks, block_size, kv_heads, head_dim], with a table of its own."""
-    assert keys.shape == values.shape, f"keys are {tuple(keys.shape)}, values {tuple(values.shape)}"
-    return LayerKV(kv_addresses([keys], [values])[0].to(keys.device), keys.dtype, *keys.shape[1:])

@@ -23,6 +23,37 @@ class StateRows:
     fresh: torch.Tensor
 
 
+@dataclass(frozen=True)
+class MixerLayer:
+    """A layer's weights and states, and the sequences of a forward.
+
+    linear: its products.  weights: by role.  states: [slots, …] each.  eps: of the model's norms.
+    """
+
+    linear: Linear
+    weights: Mapping[str, torch.Tensor]
+    states: tuple[torch.Tensor, ...]
+    groups: Sequence[StateRows]
+    eps: float
+
+    def convolved(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the causal convolution of each channel of x [tokens, channels], in x's dtype, and keep each sequence's
+        latest inputs.
+
+        Weights "conv.weight" [width, channels] and perhaps "conv.bias" [channels]; the last of `states` float32 [slots,
+        width - 1, channels].
+        """
+        weight, bias, state = self.weights["conv.weight"], self.weights.get("conv.bias"), self.states[-1]
+        out, width, filters = torch.empty_like(x), len(weight), weight.T.unsqueeze(1).contiguous()
+        for group in self.groups:
+            before = state[group.slots].masked_fill(group.fresh[:, None, None], 0)
+            inputs = torch.cat([before.to(x.dtype), x[group.rows]], dim=1)  # [sequences, width - 1 + new, channels]
+            state[group.slots] = inputs[:, inputs.shape[1] - width + 1 :].float()
+            filtered = F.conv1d(inputs.transpose(1, 2), filters, bias, groups=weight.shape[1])
+            out[group.rows] = filtered.transpose(1, 2)
+        return out
+
+
 class RecurrentMixer(Protocol):
     """A kind of mixer, and its sizes. The C++ kernels have a record of the same name and fields.
 
@@ -44,19 +75,8 @@ class RecurrentMixer(Protocol):
         lanes: the last dimension of other states is padded to a multiple of it.
         """
 
-    def mixed(
-        self,
-        x: torch.Tensor,
-        linear: Linear,
-        weights: Mapping[str, torch.Tensor],
-        states: tuple[torch.Tensor, ...],
-        groups: Sequence[StateRows],
-        eps: float,
-    ) -> torch.Tensor:
-        """Return the mixer's output for x [tokens, hidden], and update the states of its sequences.
-
-        weights: the layer's, by role.  states: [slots, …] each.  eps: of the model's norms.
-        """
+    def mixed(self, x: torch.Tensor, layer: MixerLayer) -> torch.Tensor:
+        """Return the mixer's output for x [tokens, hidden], and update the states of its sequences."""
 
 
 def padded(size: int, lanes: int) -> int:
@@ -77,25 +97,3 @@ def state_rows(cu_seqlens: torch.Tensor, positions: torch.Tensor, slots: torch.T
             rows = cu_seqlens[members].long()[:, None] + torch.arange(new, device=device)
             groups.append(StateRows(rows, slots[members].long(), positions[rows[:, 0]] == 0))
     return tuple(groups)
-
-
-def convolved(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    state: torch.Tensor,
-    groups: Sequence[StateRows],
-) -> torch.Tensor:
-    """Return the causal convolution of each channel, and keep each sequence's latest inputs.
-
-    x [tokens, channels]; weight [width, channels]; bias [channels]; state float32 [slots, width - 1, channels].
-    Returns x's shape and dtype.
-    """
-    out, width, filters = torch.empty_like(x), len(weight), weight.T.unsqueeze(1).contiguous()
-    for group in groups:
-        before = state[group.slots].masked_fill(group.fresh[:, None, None], 0)
-        inputs = torch.cat([before.to(x.dtype), x[group.rows]], dim=1)  # [sequences, width - 1 + new, channels]
-        state[group.slots] = inputs[:, inputs.shape[1] - width + 1 :].float()
-        filtered = F.conv1d(inputs.transpose(1, 2), filters, bias, groups=weight.shape[1])
-        out[group.rows] = filtered.transpose(1, 2)
-    return out

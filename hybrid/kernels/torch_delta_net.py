@@ -6,14 +6,14 @@ convolution before it reads the latest tokens. Both are computed token by token,
 round where Hugging Face's modules round (transformers 5.23).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch.nn import functional as F
 
-from hybrid.kernels.recurrent import Linear, StateRows, convolved, padded
+from hybrid.kernels.recurrent import MixerLayer, StateRows, padded
 
 
 @dataclass(frozen=True)
@@ -73,31 +73,24 @@ class GatedDeltaNet:
         """Return the shapes of a sequence's states: each value head's matrix, and the convolution's latest inputs."""
         return (self.value_heads, self.key_dim, padded(self.value_dim, lanes)), (self.conv_width - 1, self.channels)
 
-    def mixed(
-        self,
-        x: torch.Tensor,
-        linear: Linear,
-        weights: Mapping[str, torch.Tensor],
-        states: tuple[torch.Tensor, ...],
-        groups: Sequence[StateRows],
-        eps: float,
-    ) -> torch.Tensor:
+    def mixed(self, x: torch.Tensor, layer: MixerLayer) -> torch.Tensor:
         """Return the mixer's output for x [tokens, hidden], and update the states of its sequences."""
-        state, latest = states
+        linear, weights = layer.linear, layer.weights
         if "delta_in.weight" in weights:
             qkv, z = linear("delta_in", x).split([self.channels, self.values], dim=-1)
         else:
             qkv, z = linear("delta_conv_in", x), linear("delta_z", x)
         b, a = linear("delta_ba", x).chunk(2, dim=-1)
-        qkv = F.silu(convolved(qkv, weights["conv.weight"], weights.get("conv.bias"), latest, groups))
+        qkv = F.silu(layer.convolved(qkv))
         q, k, v = qkv.split([self.keys, self.keys, self.values], dim=-1)
         q, k = (rows.unflatten(-1, (self.key_heads, -1)) for rows in (q, k))
         v, z = (rows.unflatten(-1, (self.value_heads, -1)) for rows in (v, z))
         time_step = F.softplus(a.float() + weights["dt_bias.weight"].float())
         decay = (-weights["a_log.weight"].float().exp() * time_step).exp()
         beta = b.sigmoid() * self.beta_scale
-        read = gated_delta_rule(q, k, v, decay.unsqueeze(-1), beta, state, groups)
-        return linear("delta_o", gated_norm(read, z, weights["delta_norm.weight"], self.norm_eps or eps).flatten(1))
+        read = gated_delta_rule(q, k, v, decay.unsqueeze(-1), beta, layer.states[0], layer.groups)
+        normed = gated_norm(read, z, weights["delta_norm.weight"], self.norm_eps or layer.eps)
+        return linear("delta_o", normed.flatten(1))
 
 
 @dataclass(frozen=True)
@@ -140,28 +133,19 @@ class KimiDeltaAttention:
         """Return the shapes of a sequence's states: each head's matrix, and the convolution's latest inputs."""
         return (self.heads, self.head_dim, padded(self.head_dim, lanes)), (self.conv_width - 1, 3 * self.inner)
 
-    def mixed(
-        self,
-        x: torch.Tensor,
-        linear: Linear,
-        weights: Mapping[str, torch.Tensor],
-        states: tuple[torch.Tensor, ...],
-        groups: Sequence[StateRows],
-        eps: float,
-    ) -> torch.Tensor:
+    def mixed(self, x: torch.Tensor, layer: MixerLayer) -> torch.Tensor:
         """Return the mixer's output for x [tokens, hidden], and update the states of its sequences."""
-        state, latest = states
+        linear, weights = layer.linear, layer.weights
         b, forget, z = linear("delta_ba", x).split([self.heads, self.head_dim, self.head_dim], dim=-1)
-        qkv = linear("delta_conv_in", x)
-        qkv = F.silu(convolved(qkv, weights["conv.weight"], weights.get("conv.bias"), latest, groups))
+        qkv = F.silu(layer.convolved(linear("delta_conv_in", x)))
         q, k, v = (rows.unflatten(-1, (self.heads, -1)) for rows in qkv.chunk(3, dim=-1))
         time_step = linear("delta_forget_b", forget).float() + weights["dt_bias.weight"].float()
         # Hugging Face's softplus (transformers 5.23), whose sum rounds.
         time_step = torch.where(time_step > 20, time_step, (1 + time_step.exp()).log())
         decay = (-weights["a_log.weight"].float().exp()[:, None] * time_step.unflatten(-1, (self.heads, -1))).exp()
-        read = gated_delta_rule(q, k, v, decay, b.sigmoid(), state, groups)
+        read = gated_delta_rule(q, k, v, decay, b.sigmoid(), layer.states[0], layer.groups)
         z = linear("delta_z_b", z).unflatten(-1, (self.heads, -1))
-        return linear("delta_o", sigmoid_gated_norm(read, z, weights["delta_norm.weight"], eps).flatten(1))
+        return linear("delta_o", sigmoid_gated_norm(read, z, weights["delta_norm.weight"], layer.eps).flatten(1))
 
 
 def gated_delta_rule(

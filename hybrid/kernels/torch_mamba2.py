@@ -5,14 +5,14 @@ computed token by token, in prefills as in decode steps, and rounds where the pr
 (transformers 5.23).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch.nn import functional as F
 
-from hybrid.kernels.recurrent import Linear, StateRows, convolved, padded
+from hybrid.kernels.recurrent import MixerLayer, StateRows, padded
 
 
 @dataclass(frozen=True)
@@ -66,35 +66,26 @@ class Mamba2:
         """Return the shapes of a sequence's states: each head's matrix, and the convolution's latest inputs."""
         return (self.heads, self.state_size, padded(self.head_dim, lanes)), (self.conv_width - 1, self.channels)
 
-    def mixed(
-        self,
-        x: torch.Tensor,
-        linear: Linear,
-        weights: Mapping[str, torch.Tensor],
-        states: tuple[torch.Tensor, ...],
-        groups: Sequence[StateRows],
-        eps: float,
-    ) -> torch.Tensor:
+    def mixed(self, x: torch.Tensor, layer: MixerLayer) -> torch.Tensor:
         """Return the mixer's output for x [tokens, hidden], and update the states of its sequences."""
-        state, latest = states
-        projected = linear("mamba_in", x if self.in_multiplier == 1.0 else x * self.in_multiplier)
+        projected = layer.linear("mamba_in", x if self.in_multiplier == 1.0 else x * self.in_multiplier)
         if set(self.multipliers) != {1.0}:
             shared = self.groups * self.state_size
             counts = torch.tensor([self.inner, self.inner, shared, shared, self.heads], device=x.device)
-            factors = torch.tensor(
-                self.multipliers, dtype=x.dtype, device=x.device
-            )  # rounded, as Hugging Face's buffer
+            # Rounded, as Hugging Face's buffer.
+            factors = torch.tensor(self.multipliers, dtype=x.dtype, device=x.device)
             projected = projected * factors.repeat_interleave(counts)
         z, channels, steps = projected.split([self.inner, self.channels, self.heads], dim=-1)
-        channels = convolved(channels, weights["conv.weight"], weights.get("conv.bias"), latest, groups)
+        weights, channels = layer.weights, layer.convolved(channels)
         x_of_heads, b, c = F.silu(channels).float().split([self.inner, *[self.groups * self.state_size] * 2], dim=-1)
         heads = x_of_heads.unflatten(-1, (self.heads, -1))
         b, c = (part.unflatten(-1, (self.groups, -1)) for part in (b, c))
         steps = F.softplus(steps + weights["dt_bias.weight"]).clamp(self.min_step, self.max_step).float()
         decay = (-weights["a_log.weight"].float().exp() * steps).exp()
-        read = selective_scan(heads * steps[..., None], b, c, decay, state, groups)
+        read = selective_scan(heads * steps[..., None], b, c, decay, layer.states[0], layer.groups)
         read = (read + weights["skip.weight"].float()[:, None] * heads).flatten(1)
-        output = linear("mamba_o", grouped_norm(read, z, weights.get("mamba_norm.weight"), self.groups, eps))
+        normed = grouped_norm(read, z, weights.get("mamba_norm.weight"), self.groups, layer.eps)
+        output = layer.linear("mamba_o", normed)
         return output if self.out_multiplier == 1.0 else output * self.out_multiplier
 
 

@@ -5,13 +5,12 @@ A token's output is a gate times a convolution over the latest gated inputs of e
 Face's modules round (transformers 5.23).
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from hybrid.kernels.recurrent import Linear, StateRows, convolved
+from hybrid.kernels.recurrent import MixerLayer
 
 
 @dataclass(frozen=True)
@@ -42,16 +41,7 @@ class ShortConv:
         """Return the shape of a sequence's only state: the convolution's latest inputs.  lanes: not read."""
         return ((self.conv_width - 1, self.channels),)
 
-    def mixed(
-        self,
-        x: torch.Tensor,
-        linear: Linear,
-        weights: Mapping[str, torch.Tensor],
-        states: tuple[torch.Tensor, ...],
-        groups: Sequence[StateRows],
-        eps: float,
-    ) -> torch.Tensor:
-        """Return the mixer's output for x [tokens, hidden], and update the states of its sequences.  eps: not read."""
-        input_gate, output_gate, inputs = linear("conv_in", x).chunk(3, dim=-1)
-        filtered = convolved(input_gate * inputs, weights["conv.weight"], weights.get("conv.bias"), states[-1], groups)
-        return linear("conv_o", output_gate * filtered)
+    def mixed(self, x: torch.Tensor, layer: MixerLayer) -> torch.Tensor:
+        """Return the mixer's output for x [tokens, hidden], and update the states of its sequences."""
+        input_gate, output_gate, inputs = layer.linear("conv_in", x).chunk(3, dim=-1)
+        return layer.linear("conv_o", output_gate * layer.convolved(input_gate * inputs))

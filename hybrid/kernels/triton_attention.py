@@ -7,7 +7,6 @@ and bfloat16, and without soft caps and ALiBi.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -598,8 +597,9 @@ class TritonAttention:
     def plan(self, batch: SequenceTables, decoding: bool) -> None:
         """Nothing to prepare."""
 
-    def prefill(
+    def attend(
         self,
+        decoding: bool,
         q: torch.Tensor,
         kv: LayerBlocks,
         batch: SequenceTables,
@@ -607,20 +607,7 @@ class TritonAttention:
         bias: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        tables = batch.cu_seqlens, batch.lengths, batch.block_tables
-        return prefill_attention(q, kv.addresses, *tables, *self._features(window, bias, sinks))
-
-    def decode(
-        self,
-        q: torch.Tensor,
-        kv: LayerBlocks,
-        batch: SequenceTables,
-        window: int,
-        bias: torch.Tensor | None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        tables = batch.lengths, batch.block_tables, self.workspace
-        return decode_attention(q, kv.addresses, *tables, *self._features(window, bias, sinks))
-
-    def _features(self, window: int, bias: torch.Tensor | None, sinks: torch.Tensor | None) -> tuple[Any, ...]:
-        return self.settings.scale, self.settings.softcap, window, bias, self.settings.rounded, sinks
+        features = self.settings.scale, self.settings.softcap, window, bias, self.settings.rounded, sinks
+        if decoding:
+            return decode_attention(q, kv.addresses, batch.lengths, batch.block_tables, self.workspace, *features)
+        return prefill_attention(q, kv.addresses, batch.cu_seqlens, batch.lengths, batch.block_tables, *features)

@@ -18,6 +18,7 @@ from hybrid.models.family import (
     Packed,
     Table,
     alibi_slopes,
+    by_layer_type,
     complex_table,
     delta_by_key_head,
     expert_biases,
@@ -38,7 +39,7 @@ from hybrid.models.family import (
     transposed_experts,
     windows_by_type,
 )
-from hybrid.models.spec import OtherFamily, UnsupportedModel
+from hybrid.models.spec import OtherFamily
 
 
 def without(roles: Mapping, *left_out: str) -> dict:
@@ -66,6 +67,29 @@ LLAMA = Family(
     ),
     rotary="model.rotary_emb",
 )
+
+# Parts of many families: norms on queries and keys, and a mixture of experts as the MLP.
+HEAD_NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
+NORMED = {**LLAMA.layer[0], **HEAD_NORMS}
+EXPERTS = {
+    "router": "mlp.gate",
+    "experts_gate_up": "mlp.experts:gate_up_proj",
+    "experts_down": "mlp.experts:down_proj",
+}
+
+
+def with_experts(layer: Mapping, *more: Mapping) -> dict:
+    """Return `layer` with a mixture of experts as the MLP, and further roles."""
+    roles = {**without(layer, "gate", "up", "down"), **EXPERTS}
+    for part in more:
+        roles |= part
+    return roles
+
+
+def experts(router: Any, number: str = "num_local_experts", per_token: str = "num_experts_per_tok") -> dict:
+    """Return the fields of DecoderSpec that a mixture has.  number, per_token: names of settings."""
+    return {"num_experts": key(number), "experts_per_token": key(per_token), "router": router}
+
 
 # One sliding window for every layer.
 MISTRAL = replace(
@@ -122,8 +146,7 @@ OLMO2 = replace(
     layer=(
         {
             **without(LLAMA.layer[0], "attention_norm", "mlp_norm"),
-            "q_norm": "self_attn.q_norm",
-            "k_norm": "self_attn.k_norm",
+            **HEAD_NORMS,
             "attention_post_norm": "post_attention_layernorm",
             "mlp_post_norm": "post_feedforward_layernorm",
         },
@@ -245,8 +268,7 @@ NANOCHAT = replace(
     layer=(
         {
             **without(LLAMA.layer[0], "gate"),
-            "q_norm": "self_attn.q_norm",
-            "k_norm": "self_attn.k_norm",
+            **HEAD_NORMS,
             "up": "mlp.fc1",
             "down": "mlp.fc2",
         },
@@ -265,8 +287,7 @@ APERTUS = replace(
             **without(LLAMA.layer[0], "gate"),
             "attention_norm": "attention_layernorm",
             "mlp_norm": "feedforward_layernorm",
-            "q_norm": "self_attn.q_norm",
-            "k_norm": "self_attn.k_norm",
+            **HEAD_NORMS,
             "xielu_positive": "mlp.act_fn:alpha_p",
             "xielu_negative": "mlp.act_fn:alpha_n",
         },
@@ -337,7 +358,7 @@ EXAONE4 = replace(
 QWEN3 = replace(
     QWEN2,
     name="qwen3",
-    layer=({**LLAMA.layer[0], "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"},),
+    layer=(NORMED,),
     spec={"qk_norm": "head"},
 )
 
@@ -351,11 +372,7 @@ QWEN3_VL = replace(LLAMA, name="qwen3_vl", layer=QWEN3.layer, spec=QWEN3.spec)
 
 def rope_in_attention(config: PretrainedConfig) -> list[str]:
     """`LayerSpec.rotary` of every layer: rope in those with attention."""
-    known = {"full_attention": "rope", "linear_attention": "", "conv": ""}
-    unknown = set(config.layer_types) - known.keys()
-    if unknown:
-        raise UnsupportedModel(f"config.layer_types has {sorted(unknown)}; supported are {sorted(known)}")
-    return [known[kind] for kind in config.layer_types]
+    return by_layer_type(config, {"full_attention": "rope", "linear_attention": "", "conv": ""})
 
 
 SILU_ALONE = {"hidden_act other than silu": lambda config: config.hidden_act not in ("silu", "swish")}
@@ -477,7 +494,8 @@ GEMMA3 = replace(
 )
 
 # Gemma 4: norms with weights w; heads of other sizes in the layers without a window, which may have one projection for
-# keys and values; upper layers that read the keys and values of lower ones; per-layer inputs; a mixture beside the MLP.
+# keys and values; upper layers that read the keys and values of lower ones; per-layer inputs; a mixture parallel to the
+# MLP.
 
 
 def gemma4_kv_layers(config: PretrainedConfig) -> list[int | None]:
@@ -555,21 +573,11 @@ GEMMA4 = replace(
 )
 
 # Mixtral and Qwen3-MoE: Mistral and Qwen3 with a mixture of experts as the MLP, in all or some layers.
-EXPERTS = {
-    "router": "mlp.gate",
-    "experts_gate_up": "mlp.experts:gate_up_proj",
-    "experts_down": "mlp.experts:down_proj",
-}
-
 MIXTRAL = replace(
     MISTRAL,
     name="mixtral",
-    layer=({**without(MISTRAL.layer[0], "gate", "up", "down"), **EXPERTS},),
-    spec={
-        "num_experts": key("num_local_experts"),
-        "experts_per_token": key("num_experts_per_tok"),
-        "router": Router(normalize=True, float32_weights=True),
-    },
+    layer=(with_experts(MISTRAL.layer[0]),),
+    spec=experts(Router(normalize=True, float32_weights=True)),
     declares=("sliding_window", "num_local_experts"),
     understands=("sliding_window", "num_local_experts", "num_experts"),  # num_experts: the config's alias
 )
@@ -577,13 +585,11 @@ MIXTRAL = replace(
 QWEN3_MOE = replace(
     QWEN3,
     name="qwen3_moe",
-    layer=({**without(QWEN3.layer[0], "gate", "up", "down"), **EXPERTS}, QWEN3.layer[0]),
+    layer=(with_experts(NORMED), NORMED),
     windows=same_window,
     spec={
         **QWEN3.spec,
-        "num_experts": key("num_experts"),
-        "experts_per_token": key("num_experts_per_tok"),
-        "router": lambda model: Router(normalize=model.config.norm_topk_prob),
+        **experts(lambda model: Router(normalize=model.config.norm_topk_prob), "num_experts"),
     },
     declares=("sliding_window", "norm_topk_prob", "decoder_sparse_step"),
     understands=("sliding_window", "num_experts", "num_local_experts"),
@@ -630,9 +636,7 @@ GPT_OSS = replace(
         "activation": "swiglu_clamped",
         "swiglu_alpha": key("swiglu_alpha"),
         "swiglu_limit": key("swiglu_limit"),
-        "num_experts": key("num_local_experts"),
-        "experts_per_token": key("num_experts_per_tok"),
-        "router": Router("softmax_chosen"),
+        **experts(Router("softmax_chosen")),
     },
     table=half_table,
     declares=(*QWEN2.declares, "swiglu_alpha", "swiglu_limit", "num_local_experts"),
@@ -642,20 +646,6 @@ GPT_OSS = replace(
 # Shared experts in addition to the routed ones, and a correction bias for the choice of experts.
 SHARED = {f"shared_{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
 CORRECTION = {"correction": "mlp.gate:e_score_correction_bias"}
-HEAD_NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
-
-
-def with_experts(layer: Mapping, *more: Mapping) -> dict:
-    """Return `layer` with a mixture of experts as the MLP, and further roles."""
-    roles = {**without(layer, "gate", "up", "down"), **EXPERTS}
-    for part in more:
-        roles |= part
-    return roles
-
-
-def head_norms(model: nn.Module) -> str:
-    """`DecoderSpec.qk_norm` of a model whose attention may have norms of heads."""
-    return "head" if hasattr(model.model.layers[0].self_attn, "q_norm") else ""
 
 
 def grouped_router(model: nn.Module) -> Router:
@@ -675,7 +665,6 @@ def grouped_router(model: nn.Module) -> Router:
 
 # GLM-4-MoE and Solar-Open: sigmoid scores, a correction bias, groups, shared experts, first layers without experts.
 # dots.1 has windows too; EXAONE-MoE also no rope in the layers without a window.
-NORMED = {**LLAMA.layer[0], **HEAD_NORMS}
 GLM4_MOE = replace(
     LLAMA,
     name="glm4_moe",
@@ -684,10 +673,8 @@ GLM4_MOE = replace(
         *(NORMED, LLAMA.layer[0]),
     ),
     spec={
-        "qk_norm": head_norms,
-        "num_experts": key("num_local_experts"),
-        "experts_per_token": key("num_experts_per_tok"),
-        "router": grouped_router,
+        "qk_norm": lambda model: "head" if hasattr(model.model.layers[0].self_attn, "q_norm") else "",
+        **experts(grouped_router),
     },
     declares=("n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob", "n_routed_experts"),
     understands=(
@@ -760,10 +747,11 @@ AFMOE = replace(
         "qk_norm": "head",
         "gate_dim": key("head_dim"),
         "embedding_multiplier": lambda model: model.config.hidden_size**0.5 if model.config.mup_enabled else 1.0,
-        "num_experts": key("num_experts"),
-        "experts_per_token": key("num_experts_per_tok"),
-        "router": lambda model: Router(
-            "sigmoid", normalize=True, epsilon=1e-20, scale=model.config.route_scale, float32_weights=True
+        **experts(
+            lambda model: Router(
+                "sigmoid", normalize=True, epsilon=1e-20, scale=model.config.route_scale, float32_weights=True
+            ),
+            "num_experts",
         ),
     },
     declares=(*QWEN2.declares, "route_scale", "mup_enabled", "num_dense_layers"),
@@ -785,7 +773,7 @@ MIMO_V2 = replace(
         for kind in config.layer_types
     ],
     spec={
-        **{name: GLM4_MOE.spec[name] for name in ("num_experts", "experts_per_token", "router")},
+        **experts(grouped_router),
         "value_dim": key("v_head_dim"),
         "value_multiplier": key("attention_value_scale", 1.0),
     },
@@ -829,9 +817,7 @@ HUNYUAN_MOE = replace(
     ),
     spec={
         **HUNYUAN.spec,
-        "num_experts": key("num_experts"),
-        "experts_per_token": key("moe_topk"),
-        "router": hunyuan_router,
+        **experts(hunyuan_router, "num_experts", "moe_topk"),
     },
     declares=("moe_topk", "num_experts"),
     understands=("num_experts", "num_local_experts"),
@@ -850,11 +836,9 @@ ERNIE_MOE = replace(
         with_experts(LLAMA.layer[0], ERNIE_CORRECTION),
         LLAMA.layer[0],
     ),
-    spec={
-        "num_experts": key("num_experts"),
-        "experts_per_token": key("num_experts_per_tok"),
-        "router": lambda model: Router(float32=True, normalize=True, min_total=model.config.moe_norm_min),
-    },
+    spec=experts(
+        lambda model: Router(float32=True, normalize=True, min_total=model.config.moe_norm_min), "num_experts"
+    ),
     declares=("moe_norm_min", "moe_num_experts"),
     understands=("num_experts",),
 )
@@ -868,7 +852,7 @@ QWEN2_MOE = replace(
     QWEN2,
     name="qwen2_moe",
     layer=(with_experts(QWEN2.layer[0], SHARED_EXPERT), QWEN2.layer[0]),
-    spec={name: QWEN3_MOE.spec[name] for name in ("num_experts", "experts_per_token", "router")},
+    spec=experts(QWEN3_MOE.spec["router"], "num_experts"),
     declares=(*QWEN2.declares, "norm_topk_prob", "decoder_sparse_step", "shared_expert_intermediate_size"),
     understands=(*QWEN2.understands, "num_experts"),
 )
@@ -880,9 +864,7 @@ QWEN3_5_MOE = replace(
     layer=tuple(with_experts(layer, SHARED_EXPERT) for layer in QWEN3_5.layer),
     spec={
         **QWEN3_5.spec,
-        "num_experts": key("num_experts"),
-        "experts_per_token": key("num_experts_per_tok"),
-        "router": Router(normalize=True),
+        **experts(Router(normalize=True), "num_experts"),
     },
     declares=(*QWEN3_5.declares, "shared_expert_intermediate_size"),
     understands=(*QWEN3_5.understands, "num_experts"),
@@ -963,9 +945,7 @@ GRANITE_MOE = replace(
     ),
     spec={
         **GRANITE.spec,
-        "num_experts": key("num_local_experts"),
-        "experts_per_token": key("num_experts_per_tok"),
-        "router": Router("softmax_chosen"),
+        **experts(Router("softmax_chosen")),
     },
     declares=(*GRANITE.declares, "num_local_experts"),
     understands=(*GRANITE.understands, "num_local_experts"),
@@ -1050,10 +1030,8 @@ NEMOTRON_H = Family(
             conv_width=model.config.conv_kernel,
             min_step=model.config.time_step_min,  # `time_step_limit` is not read (transformers 5.23)
         ),
-        "num_experts": key("n_routed_experts"),
-        "experts_per_token": key("num_experts_per_tok"),
+        **experts(grouped_router, "n_routed_experts"),
         "latent_size": key("moe_latent_size", 0),
-        "router": grouped_router,
     },
     declares=("mamba_num_heads", "time_step_min", "moe_latent_size", "use_conv_bias", "n_routed_experts"),
     understands=("layer_types", "n_routed_experts", "n_shared_experts", "num_local_experts"),
@@ -1066,18 +1044,17 @@ NEMOTRON_H = Family(
 # Mamba 2 mixers alone, without keys and values.
 
 
-def mamba2_alone(model: nn.Module) -> Mamba2:
-    """`DecoderSpec.recurrent` of Mamba 2."""
-    config: Any = model.config
-    return Mamba2(
-        heads=config.num_heads,
-        head_dim=config.head_dim,
-        groups=config.n_groups,
-        state_size=config.state_size,
-        conv_width=config.conv_kernel,
-        min_step=config.time_step_limit[0],
-        max_step=config.time_step_limit[1],
-    )
+def mamba2_sizes(*names: str) -> Callable[[nn.Module], Mamba2]:
+    """Return a function that returns a model's Mamba 2 mixer.
+
+    names: settings with the number and size of heads, the groups, and the sizes of states and convolution.
+    """
+
+    def mixer(model: nn.Module) -> Mamba2:
+        config: Any = model.config
+        return Mamba2(*(getattr(config, name) for name in names), *config.time_step_limit)
+
+    return mixer
 
 
 MAMBA_2 = Family(
@@ -1086,7 +1063,10 @@ MAMBA_2 = Family(
     outer={"embedding": "backbone.embeddings", "final_norm": "backbone.norm_f", "head": "lm_head"},
     layer=({"attention_norm": "norm", **mamba2("mixer")},),
     activation="",
-    spec={"recurrent": mamba2_alone, "residual_float32": key("residual_in_fp32")},
+    spec={
+        "recurrent": mamba2_sizes("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel"),
+        "residual_float32": key("residual_in_fp32"),
+    },
     declares=("num_heads", "state_size", "time_step_limit", "residual_in_fp32"),
     understands=("layer_types",),
     refuses=SILU_ALONE,
@@ -1094,15 +1074,7 @@ MAMBA_2 = Family(
 
 # Bamba; and Granite 4's hybrids, whose shared experts are the MLP of models without others, with or without rope.
 MAMBA2_SPEC = {
-    "recurrent": lambda model: Mamba2(
-        heads=model.config.mamba_n_heads,
-        head_dim=model.config.mamba_d_head,
-        groups=model.config.mamba_n_groups,
-        state_size=model.config.mamba_d_state,
-        conv_width=model.config.mamba_d_conv,
-        min_step=model.config.time_step_limit[0],
-        max_step=model.config.time_step_limit[1],
-    )
+    "recurrent": mamba2_sizes("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
 }
 MAMBA2_SETTINGS = ("mamba_n_heads", "time_step_limit", "mamba_conv_bias", "mamba_proj_bias")
 BAMBA = replace(
@@ -1233,11 +1205,6 @@ LFM2 = replace(
 # norms after mixer and MLP.
 
 
-def lfm3_windows(config: PretrainedConfig) -> list[int]:
-    """`LayerSpec.window` of every layer: a window in those that `layer_types` calls sliding."""
-    return [config.sliding_window or 0 if kind == "sliding_attention" else 0 for kind in config.layer_types]
-
-
 LFM3_NORMS = {"attention_post_norm": "post_operator_norm", "mlp_post_norm": "post_ffn_norm"}
 LFM3_LAYERS = (
     {**LFM2.layer[0], **HEAD_NORMS, "o": "self_attn.o_proj", "attention_gate": "self_attn.g_proj"},
@@ -1248,7 +1215,9 @@ LFM3 = replace(
     LFM2,
     name="lfm3",
     layer=(*LFM3_LAYERS, *({**layer, **LFM3_NORMS} for layer in LFM3_LAYERS)),  # the norms may be identities
-    windows=lfm3_windows,
+    windows=lambda config: [
+        config.sliding_window or 0 if kind == "sliding_attention" else 0 for kind in config.layer_types
+    ],
     rotaries=lambda config: ["" if kind == "conv" else kind for kind in config.layer_types],
     spec={**LFM2.spec, "gate_dim": lambda model: int(model.config.use_attention_gate)},
     declares=(*LFM2.declares, "use_sandwich_norm", "use_attention_gate", "sliding_window"),
@@ -1286,9 +1255,7 @@ LFM2_MOE = replace(
     rotary="model.pos_emb",
     spec={
         **LFM2.spec,
-        "num_experts": key("num_experts"),
-        "experts_per_token": key("num_experts_per_tok"),
-        "router": lfm2_router,
+        **experts(lfm2_router, "num_experts"),
     },
     declares=(*LFM2.declares, "num_dense_layers", "use_expert_bias"),
     understands=(*LFM2.understands, "num_experts"),
@@ -1296,15 +1263,6 @@ LFM2_MOE = replace(
 
 # Llama 4: in the layers with rope, norms without parameters on the heads of queries and keys, after it; in those
 # without, queries scaled by their position. A token has one expert, whose input is scaled, and a shared one.
-
-
-def llama4_windows(config: PretrainedConfig) -> list[int]:
-    """`LayerSpec.window` of every layer: chunks in those that `layer_types` calls chunked."""
-    window = {"full_attention": 0, "chunked_attention": -(config.attention_chunk_size or 0)}
-    unknown = set(config.layer_types) - window.keys()
-    if unknown:
-        raise UnsupportedModel(f"config.layer_types has {sorted(unknown)}; supported are {sorted(window)}")
-    return [window[kind] for kind in config.layer_types]
 
 
 LLAMA4_EXPERTS = {
@@ -1324,7 +1282,9 @@ LLAMA4 = replace(
         for layer in ({**with_experts(LLAMA4_DENSE, norms), **LLAMA4_EXPERTS}, {**LLAMA4_DENSE, **norms})
     ),
     rotaries=smollm3_rotaries,
-    windows=llama4_windows,
+    windows=lambda config: by_layer_type(
+        config, {"full_attention": 0, "chunked_attention": -(config.attention_chunk_size or 0)}
+    ),
     spec={
         "qk_norm": lambda model: "head" if model.config.use_qk_norm and any(model.config.no_rope_layers) else "",
         "qk_norm_last": True,
@@ -1332,9 +1292,7 @@ LLAMA4 = replace(
         "query_scale_unrotated": True,
         "query_scale_beta": key("attn_scale"),
         "query_scale_positions": lambda model: model.config.floor_scale if model.config.attn_temperature_tuning else 0,
-        "num_experts": key("num_local_experts"),
-        "experts_per_token": key("num_experts_per_tok"),
-        "router": Router("sigmoid_chosen", scales_inputs=True),
+        **experts(Router("sigmoid_chosen", scales_inputs=True)),
     },
     table=complex_table,
     declares=("attention_chunk_size", "no_rope_layers", "attn_temperature_tuning", "floor_scale", "moe_layers"),
@@ -1349,9 +1307,7 @@ PHIMOE = replace(
     layer=(with_experts(MISTRAL.layer[0], {"router": "mlp.router"}),),
     spec={
         "norm": "layer",
-        "num_experts": key("num_local_experts"),
-        "experts_per_token": key("num_experts_per_tok"),
-        "router": lambda model: Router("sparsemixer", jitter=model.config.router_jitter_noise),
+        **experts(lambda model: Router("sparsemixer", jitter=model.config.router_jitter_noise)),
     },
     declares=("sliding_window", "router_jitter_noise", "input_jitter_noise"),
     understands=("sliding_window", "num_local_experts", "num_experts"),
@@ -1359,11 +1315,6 @@ PHIMOE = replace(
 )
 
 # Latent attention: keys and values are made of a latent, and queries of another one or of the layer's input.
-
-
-def of_first_attention(name: str) -> Callable[[nn.Module], Any]:
-    """Return a function that returns an attribute of the first layer's attention."""
-    return lambda model: getattr(model.get_submodule("model.layers.0.self_attn"), name)
 
 
 LATENT_LAYER = {
@@ -1383,7 +1334,7 @@ YOUTU = replace(
         "value_dim": key("v_head_dim"),
         "latent_dim": key("kv_lora_rank"),
         "query_rank": key("q_lora_rank", 0),
-        "attention_scale": of_first_attention("scaling"),  # with YaRN's factor
+        "attention_scale": lambda model: model.get_submodule("model.layers.0.self_attn").scaling,  # with YaRN's factor
         "rotary_interleaved": key("rope_interleave", False),
     },
     table=rope_table,
@@ -1396,7 +1347,7 @@ DEEPSEEK_V3 = replace(
     YOUTU,
     name="deepseek_v3",
     layer=(*(with_experts(layer, CORRECTION, SHARED) for layer in YOUTU.layer), *YOUTU.layer),
-    spec={**YOUTU.spec, **{name: GLM4_MOE.spec[name] for name in ("num_experts", "experts_per_token", "router")}},
+    spec={**YOUTU.spec, **experts(grouped_router)},
     declares=(*YOUTU.declares, *GLM4_MOE.declares),
     understands=(*YOUTU.understands, *GLM4_MOE.understands),
 )

@@ -115,15 +115,16 @@ def same_window(config: PretrainedConfig) -> list[int]:
 
 
 def windows_by_type(config: PretrainedConfig) -> list[int]:
-    """`LayerSpec.window` of every layer: a window in those that `layer_types` calls sliding.
+    """`LayerSpec.window` of every layer: a window in those that `layer_types` calls sliding."""
+    return by_layer_type(config, {"full_attention": 0, "sliding_attention": config.sliding_window or 0})
 
-    Raises UnsupportedModel if `layer_types` has another type than full and sliding attention.
-    """
-    window = {"full_attention": 0, "sliding_attention": config.sliding_window or 0}
-    unknown = set(config.layer_types) - window.keys()
+
+def by_layer_type(config: PretrainedConfig, values: Mapping[str, Any]) -> list[Any]:
+    """Return the value of every layer's type. Raises UnsupportedModel if `layer_types` has a type without a value."""
+    unknown = set(config.layer_types) - values.keys()
     if unknown:
-        raise UnsupportedModel(f"config.layer_types has {sorted(unknown)}; supported are {sorted(window)}")
-    return [window[kind] for kind in config.layer_types]
+        raise UnsupportedModel(f"config.layer_types has {sorted(unknown)}; supported are {sorted(values)}")
+    return [values[kind] for kind in config.layer_types]
 
 
 # How the rows of a packed weight are divided among roles.

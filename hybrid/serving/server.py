@@ -272,26 +272,17 @@ class RequestTable:
             if is_done:
                 self._end(request, failed=piece.error is not None)
         if request.on_chunk is not None and piece.error is None:
-            logps, old_logps, raw_logps = piece.logps
-            chunk = Chunk(
-                request_id=request.request_id,
-                index=index,
-                token_ids=piece.tokens,
-                logps=logps,
-                old_logps=old_logps,
-                raw_logps=raw_logps,
-                finish_reason=piece.reason,
-                weight_version=self.weight_version,
-                sampling_key=sample.sampling_key,
-            )
-            request.on_chunk(chunk)
+            request.on_chunk(Chunk(**self._fields(request, index, piece.tokens, piece.logps, piece.reason)))
         if piece.error is not None:
             piece.error.weight_version = self.weight_version
             request.future.set_exception(piece.error)
         elif is_done and request.top_logprobs is not None:
             self._set_scores(request, piece.scores)
         elif is_done:
-            completions = [self._completion(request, *numbered) for numbered in enumerate(request.samples)]
+            completions = []
+            for index, each in enumerate(request.samples):
+                fields = self._fields(request, index, each.token_ids, each.logps, each.reason)
+                completions.append(Completion(prompt_ids=request.prompt_ids, **fields))
             request.future.set_result(completions)
 
     def _set_scores(self, request: ActiveRequest, scores: Scores | None) -> None:
@@ -318,21 +309,19 @@ class RequestTable:
         self.failed += failed
         self.finished += not failed
 
-    def _completion(self, request: ActiveRequest, index: int, sample: Sample) -> Completion:
-        assert sample.reason is not None, "the sample has ended"
-        logps, old_logps, raw_logps = sample.logps
-        return Completion(
-            request_id=request.request_id,
-            index=index,
-            prompt_ids=request.prompt_ids,
-            token_ids=sample.token_ids,
-            logps=logps,
-            old_logps=old_logps,
-            raw_logps=raw_logps,
-            finish_reason=sample.reason,
-            weight_version=self.weight_version,
-            sampling_key=sample.sampling_key,
-        )
+    def _fields(
+        self, request: ActiveRequest, index: int, token_ids: list[int], logps: Sequence[list[float]], reason: str | None
+    ) -> dict[str, Any]:
+        """Return the fields that Completion and Chunk share.  logps: sampling, old, raw."""
+        return {
+            "request_id": request.request_id,
+            "index": index,
+            "token_ids": token_ids,
+            **dict(zip(("logps", "old_logps", "raw_logps"), logps, strict=True)),
+            "finish_reason": reason,
+            "weight_version": self.weight_version,
+            "sampling_key": request.samples[index].sampling_key,
+        }
 
 
 class Server:

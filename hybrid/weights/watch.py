@@ -27,7 +27,7 @@ class WeightWatch:
 
     Args:
         keeps_views: keep views of the sampled elements from check to check, which is faster. They keep the parameters'
-            memory alive, so only whoever owns that memory may ask for it.
+            memory alive, so only the owner of that memory may set it.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], keeps_views: bool = False):

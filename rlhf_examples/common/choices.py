@@ -49,7 +49,6 @@ LOSS_SETTINGS: dict[str, tuple[str, ...]] = {
     "kl_cov": ("kl_cov_ratio", "ppo_kl_coef"),
 }
 WITH_SEQUENCE_RATIOS = ("grpo", "dr_grpo", "dapo", "bnpo", "luspo", "cispo", "sapo")
-TRAINING_FORWARDS = get_args(TrainingForward)
 # The names that `report_to` allows, and the package that each needs; a package is imported only if it is used.
 TRACKER_PACKAGES = {"tensorboard": "tensorboard", "trackio": "trackio", "wandb": "wandb"}
 

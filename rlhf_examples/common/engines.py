@@ -29,7 +29,7 @@ Load = Callable[[str, dict[str, Any]], nn.Module]
 
 @dataclass(frozen=True)
 class Training:
-    """How one model of a run is trained.  total_steps: of the optimizer, for the learning rate schedule."""
+    """Training of one model of a run.  total_steps: of the optimizer, for the learning rate schedule."""
 
     zero_stage: int
     micro_batch_size: int

@@ -1,4 +1,4 @@
-"""What a run measures: seconds of every phase, tokens seen, model FLOPs utilisation, scores by data set."""
+"""Measurements of a run: seconds of every phase, tokens seen, model FLOPs utilisation, scores by data set."""
 
 import math
 import time

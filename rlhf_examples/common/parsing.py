@@ -47,7 +47,7 @@ class Within:
 
 @dataclass(frozen=True)
 class Names:
-    """What a setting's text names, so that `require_inputs` checks it.  kind: MODEL, DATA, …"""
+    """The kind of thing that a setting's text names, which `require_inputs` checks.  kind: MODEL, DATA, …"""
 
     kind: str
 

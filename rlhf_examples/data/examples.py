@@ -220,7 +220,7 @@ def cache_key(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, *setti
 
 
 def tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What determines a tokenizer's output, as JSON, without its last call's padding and truncation."""
+    """The settings that determine a tokenizer's output, as JSON, without its last call's padding and truncation."""
     state = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "chat_template")}
     if tokenizer.is_fast:
         state["backend"] = {**json.loads(tokenizer.backend_tokenizer.to_str()), "padding": None, "truncation": None}

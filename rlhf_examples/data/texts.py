@@ -41,7 +41,7 @@ class MissingColumn(BadRecord):
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """How records are read: the records' names for COLUMNS, and a template for prompts.
+    """The format of records: their names for COLUMNS, and a template for prompts.
 
     margin_column: by how much the rewards of a pair should differ.
     input_template: a text prompt replaces its "{}"; empty: the prompt is used alone.

@@ -21,7 +21,6 @@ from hybrid.decoders.fused_model import FusedModel
 from hybrid.generation.block_pool import BlockPool
 from hybrid.kernels.attention_backend import AttentionSettings, LayerBlocks
 from hybrid.kernels.flashinfer_attention import FlashInferAttention, flashinfer_reason
-from hybrid.kernels.kv_addresses import layer_kv
 from hybrid.kernels.triton_attention import TritonAttention
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.reader import read_decoder
@@ -48,7 +47,7 @@ from tests.decoders.test_decode_loop import (
 )
 from tests.decoders.test_self_check import self_check_reason
 from tests.decoders.test_torch_decoder import distance, own_weights
-from tests.device_ops import RecordedCapture
+from tests.device_ops import RecordedCapture, layer_kv
 from tests.marks import slow_but
 from tests.tiny_models import tiny_model
 
@@ -113,13 +112,14 @@ def test_the_self_check_runs_flashinfer(calls, monkeypatch):
     model = checked_model()
     assert self_check_reason(flashinfer_decoder(model), model) == ""
     assert {"prefill", "decode"} == set(calls.ran)
-    own = FlashInferAttention.decode
+    own = FlashInferAttention.attend
 
-    def without_the_newest(attention, q, kv, batch, *others):
-        attention.plan(replace(batch, lengths=(batch.lengths - 1).clamp(min=1)), decoding=True)
-        return own(attention, q, kv, batch, *others)
+    def without_the_newest(attention, decoding, q, kv, batch, *others):
+        if decoding:
+            attention.plan(replace(batch, lengths=(batch.lengths - 1).clamp(min=1)), decoding)
+        return own(attention, decoding, q, kv, batch, *others)
 
-    monkeypatch.setattr(FlashInferAttention, "decode", without_the_newest)
+    monkeypatch.setattr(FlashInferAttention, "attend", without_the_newest)
     reason = self_check_reason(flashinfer_decoder(model), model)
     assert reason.startswith("layer 0, in decode steps, of the fused container differs"), reason
 
@@ -142,9 +142,8 @@ def test_prefill_and_decode_equal_our_kernels(softcap, group, calls):
     for decoding in (False, True):
         flashinfer.plan(batch, decoding)
         for window in settings.windows:
-            inputs = q[:4] if decoding else q, kv, batch, window, None
-            run = "decode" if decoding else "prefill"
-            actual, expected = getattr(flashinfer, run)(*inputs), getattr(ours, run)(*inputs)
+            inputs = decoding, q[:4] if decoding else q, kv, batch, window, None
+            actual, expected = flashinfer.attend(*inputs), ours.attend(*inputs)
             torch.testing.assert_close(actual, expected, rtol=0, atol=2e-6)
     kept = FlashInferAttention.workspace_bytes(settings)
     assert kept == 2**27 + len(calls.wrappers) * 2**23  # the workspace and each wrapper's own 8 MiB

@@ -25,9 +25,10 @@ pytest.importorskip("triton", reason="triton is not installed; it comes with tor
 from hybrid.kernels import torch_ops
 from hybrid.kernels import triton_attention as attention
 from hybrid.kernels import triton_fused as fused
-from hybrid.kernels.kv_addresses import LayerKV, layer_kv
+from hybrid.kernels.kv_addresses import LayerKV
 from hybrid.kernels.router import Router, routed
 from hybrid.kernels.triton_experts import mixture
+from tests.device_ops import layer_kv
 from tests.kernels import interpreter_bfloat16
 from tests.marks import slow_but
 
