@@ -133,9 +133,9 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         if sharing is not None:
             self.seq_parallel_group = sharing.group.group  # of DeepSpeed's get_sequence_parallel_group()
         if self._rollout_settings.wait_timeout_s is not None and world_size() > 1:
-            shared = (None, self._group.group, self._group.tensor.group, getattr(self._exchange, "group", None))
-            sequence_group = () if sharing is None else (sharing.group.group,)
-            groups = (*shared, *sequence_group, *partition_groups(self.module.parameters()))
+            shared = [None, self._group.group, self._group.tensor.group, getattr(self._exchange, "group", None)]
+            shared += [] if sharing is None else [sharing.group.group]
+            groups = (*shared, *partition_groups(self.module.parameters()))
             limit_waits(groups, self._rollout_settings.wait_timeout_s)
         self._runtime = InferenceRuntime(
             self._planner,
