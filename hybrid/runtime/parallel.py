@@ -10,6 +10,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store, _set_pg_timeout
 
+from hybrid.runtime.interrupts import INTERRUPTS
 from hybrid.runtime.waiting import collective, waiting_to
 
 # Data-parallel ranks number their prompt rows from `rank * ROWS_PER_RANK`, so that no two rows share a sampling key.
@@ -195,7 +196,9 @@ class Guard:
             errors = all_gather_objects("", self.group)
             failed = "; ".join(f"rank {index}: {error}" for index, error in enumerate(errors) if error)
             raise RuntimeError(f"a forward that ranks run together failed on another rank ({failed})") from None
-        except Exception as error:
+        except BaseException as error:  # also Ctrl-C: where ranks stop together, another one has an Exception
+            if INTERRUPTS.forced:
+                raise
             any_rank([True], self.device, self.group)
             self.failed_here = "" in all_gather_objects(f"{type(error).__name__}: {error}", self.group)
             raise
