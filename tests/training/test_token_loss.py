@@ -60,7 +60,9 @@ def test_losses_of_logits_and_gradients_match_whole_logits(family, forward):
     rows = target_tokens(ids, mask, completion_mask, None, torch.device("cpu"))
     with (
         mock.patch.object(training_logps, "HEAD_TOKENS", 16),
-        mock.patch.object(chunked_logps, "__defaults__", (*chunked_logps.__defaults__[:2], 16, None)),
+        mock.patch.object(
+            chunked_logps, "__defaults__", (*chunked_logps.__defaults__[:2], 16, *chunked_logps.__defaults__[3:])
+        ),
     ):
         result = forwards.token_losses(rows, TEMPERATURE, token_loss, forward)
     assert max(sizes) == 16
