@@ -252,7 +252,8 @@ def serving_policy(actor_class: Any) -> Any:
         def broadcast_to_vllm(self) -> None:
             """Do nothing: rollouts read the weights that were trained."""
 
-    return ray.remote(num_gpus=1, concurrency_groups={"rollout": MAX_PROMPTS})(PolicyModelActor)
+    remote: Any = ray.remote  # its types (2.60) do not have `concurrency_groups`
+    return remote(num_gpus=1, concurrency_groups={"rollout": MAX_PROMPTS})(PolicyModelActor)
 
 
 def settings_of_process() -> dict[str, Any]:
