@@ -184,11 +184,14 @@ def make_engine(shape: str, dtype: str, tokens: int, blocks: dict[str, dict[str,
 
 
 def engine_contender(name: str, case: Case, graphs: bool, **blocks: Any) -> Contender:
-    """This engine's rollouts.  graphs: decode steps are CUDA graphs; there are none on a CPU."""
-    graphs = graphs and torch.cuda.is_available()
-    block = {"hybrid_engine": {"enable_cuda_graph": graphs}, **blocks}
-    engine = make_engine(case.shape, case.dtype, case.prompt_len + case.new_tokens, block)
-    return rollouts_of(engine, name, case)
+    """This engine's rollouts.  graphs: as in `rollout_engine`."""
+    return rollouts_of(rollout_engine(case, graphs, **blocks), name, case)
+
+
+def rollout_engine(case: Case, graphs: bool, **blocks: Any) -> hybrid.HybridEngine:
+    """An engine for the rollouts of a case.  graphs: decode steps are CUDA graphs; there are none on a CPU."""
+    block = {"hybrid_engine": {"enable_cuda_graph": graphs and torch.cuda.is_available()}, **blocks}
+    return make_engine(case.shape, case.dtype, case.prompt_len + case.new_tokens, block)
 
 
 def rollouts_of(engine: hybrid.HybridEngine, name: str, case: Case) -> Contender:
@@ -305,17 +308,16 @@ def enter(engine: hybrid.HybridEngine) -> dict[str, float]:
 
 
 def profile(work: dict[str, Any], events: Events) -> None:
-    """The kernels of a decode step: launches and microseconds a step, those that take longest first.
+    """Profile a decode step: the launches and microseconds of each kernel, sorted by time.
 
-    They are those of a rollout without those of a rollout of one token, divided by the number of further tokens. On a
-    CPU they are torch's operators.
+    The figures of a rollout of one token are subtracted from those of the whole rollout, and the rest is divided by the
+    number of decode steps. On a CPU torch's operators are profiled.
     """
     case = Case(**work["case"])
     once, model = replace(case, new_tokens=1), make_model(case.shape, case.dtype, "meta")
     join_alone()
     events.write(begin="hybrid")
-    block = {"hybrid_engine": {"enable_cuda_graph": on_gpu()}}
-    engine = make_engine(case.shape, case.dtype, case.prompt_len + case.new_tokens, block)
+    engine = rollout_engine(case, graphs=True)
     contender, steps = rollouts_of(engine, "hybrid", case), case.new_tokens - 1
     for seed, each in enumerate((case, once)):
         run_s(contender, each, WARM_UP_SEED + seed)

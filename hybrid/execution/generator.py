@@ -405,9 +405,9 @@ class Generator(WorkerState):
         return replace(whole.select_rows(whole.row_index.argsort().tolist()), timings=timings)
 
     def _by_adapter(self, call: Callable[[Adapters | None, list[int]], Result], of_rows: Sequence[str]) -> list[Result]:
-        """Return the results of a call for each adapter and its rows, also for those that only other ranks' rows have.
+        """Make one call for each adapter that rows of any rank name, with this rank's rows of it; return the results.
 
-        After an error this rank makes the calls that are left without rows, if other ranks make them too.
+        After an error this rank makes the remaining calls without rows, if other ranks make them too.
         """
         results, error = [], None
         names: list[str | None] = [*self.executor.in_turn(of_rows)]

@@ -115,7 +115,7 @@ def same_window(config: PretrainedConfig) -> list[int]:
 
 
 def windows_by_type(config: PretrainedConfig) -> list[int]:
-    """`LayerSpec.window` of every layer: a window in those that `layer_types` calls sliding."""
+    """`LayerSpec.window` of every layer: the window of sliding attention, 0 for full attention."""
     return by_layer_type(config, {"full_attention": 0, "sliding_attention": config.sliding_window or 0})
 
 

@@ -149,7 +149,7 @@ def lock_on(index: int) -> CallLock:
 
 
 def in_a_thread(function) -> list:
-    """What `function` returned in a thread of its own."""
+    """Call `function` in a new thread and return its result in a list."""
     results: list = []
     thread = threading.Thread(target=lambda: results.append(function()))
     thread.start()

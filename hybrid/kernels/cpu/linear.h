@@ -441,8 +441,9 @@ template <typename T, typename Body> static void over_tiled_rows(const Rows& x, 
   body(x, int64_t(0));
 }
 
-// Floats after which addresses share a set of the L1 cache: rows of x as far apart replace each other there. Up to ROWS_OF_A_SET
-// fit beside a tile's rows of W; a copy pays from COPYING_COLUMNS on.
+// Addresses that are a multiple of SAME_SET floats apart map to the same set of the L1 cache, so that rows of x at this stride
+// evict each other. A set has room for ROWS_OF_A_SET rows of x and a tile's rows of W. Copying x pays for COPYING_COLUMNS or more
+// rows of W.
 constexpr int64_t SAME_SET = 1024, ROWS_OF_A_SET = 4, COPYING_COLUMNS = 32;
 
 // The rows of x an odd number of cache lines apart, in memory of this thread until its next call.
