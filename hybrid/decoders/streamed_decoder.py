@@ -38,6 +38,7 @@ class StreamedDecoder:
     continues_past_ends = False
     kv_weights: KVWeights | None = None
     samples_in_kernel = samples_with_penalties = False
+    prefill_tokens = 2048  # each forward gathers all layers
 
     def __init__(
         self,

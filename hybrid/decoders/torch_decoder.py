@@ -25,6 +25,7 @@ from hybrid.models.spec import (
     DecoderSpec,
     ParamRef,
 )
+from hybrid.runtime.huge_pages import request_huge_pages
 from hybrid.runtime.parallel import InferenceGroup
 from hybrid.sampling.vocabulary import VocabularySlice
 from hybrid.weights.joined import joined_view
@@ -109,6 +110,7 @@ class WholeDecoder(ABC):
     """
 
     device: torch.device  # of the weights and activations
+    prefill_tokens = 2048  # prompt tokens in one forward; bounds the memory of activations
     context_block = BLOCK_SIZE  # cached tokens that attention reads at a time
     vocabulary: VocabularySlice | None = None  # what `logits` and `decode` give logits of; None: the whole vocabulary
     group: InferenceGroup | None = None  # ranks that run it together, on the same tokens; None: this rank alone
@@ -229,7 +231,10 @@ class WholeDecoder(ABC):
         empty, cached = partial(torch.empty, device=self.device), (ATTENTION, LATENT_ATTENTION, HYBRID)
         caches = [layer.mixer in cached and layer.kv_layer is None for layer in self.spec.layers]
         key_blocks, value_blocks = (
-            [empty((num_blocks, *shape) if has else (num_blocks, 0), dtype=self.dtype) for shape, has in pairs]
+            [
+                request_huge_pages(empty((num_blocks, *shape) if has else (num_blocks, 0), dtype=self.dtype))
+                for shape, has in pairs
+            ]
             for pairs in (zip(shapes, caches, strict=True) for shapes in (keys, values))
         )
         experts = num_blocks, BLOCK_SIZE, len(self.moe_layer), self.spec.experts_per_token

@@ -17,7 +17,6 @@ import torch
 from hybrid.decoders.streamed_decoder import StreamedDecoder
 from hybrid.generation.block_pool import blocks_for
 from hybrid.generation.completions import InvalidLogitsError, Penalties
-from hybrid.generation.model_runner import PREFILL_TOKENS
 from hybrid.generation.request import Processors
 from hybrid.generation.scheduler import STEPS_IN_KERNEL, STEPS_ON_DEVICES, Scheduler
 from hybrid.generation.scoring import Scores, scores_beside_rows
@@ -250,11 +249,11 @@ class ServingScheduler(Scheduler):
         return [Arrivals(is_open=bool(of_rank)) for of_rank in is_open]
 
     def fill_slots(self) -> None:
-        """Give free slots to queued rows, and score those whose prompts are to be scored, until PREFILL_TOKENS."""
+        """Give free slots to queued rows, and score those whose prompts are to be scored, until a forward is full."""
         taken: list[Sequence] = []
         scored: list[tuple[RowKey, IncomingRow]] = []
         tokens = 0
-        while len(self.free_slots) > len(scored) and self.queue and tokens < PREFILL_TOKENS:
+        while len(self.free_slots) > len(scored) and self.queue and tokens < self.decoder.prefill_tokens:
             key, row = self.queue.pop()
             if key[0] == self.rank:
                 self.source.admit(key[1])

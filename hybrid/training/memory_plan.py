@@ -14,7 +14,6 @@ from hybrid.decoders.fused_model import FusedModel
 from hybrid.decoders.self_check import checked_lengths
 from hybrid.decoders.torch_decoder import WholeDecoder
 from hybrid.generation.block_pool import BlockPool, blocks_for
-from hybrid.generation.model_runner import PREFILL_TOKENS
 from hybrid.generation.scoring import LOGIT_ROWS
 from hybrid.models.spec import DecoderSpec
 from hybrid.runtime.memory import free_bytes
@@ -250,7 +249,7 @@ def need_of(
             width = 4 * hidden + 3 * (info.size("intermediate_size") or 4 * hidden)
             activations = max(rows * tokens * width * next(info.model.parameters()).element_size() - logits, 0)
         else:
-            at_once = max(min(ranks * rows * tokens, PREFILL_TOKENS), sum(checked_lengths(decoder)))
+            at_once = max(min(ranks * rows * tokens, decoder.prefill_tokens), sum(checked_lengths(decoder)))
             activations = decoder.activation_bytes(at_once)
         graphs = 0
         if decoder is not None and not mode.streaming and rows:

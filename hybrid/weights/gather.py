@@ -14,6 +14,7 @@ from torch import nn
 
 from hybrid.kernels.host_memory import HostMemory
 from hybrid.models.modules import whole_shape
+from hybrid.runtime.huge_pages import request_huge_pages
 from hybrid.runtime.waiting import collective
 
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renamed it
@@ -69,7 +70,7 @@ def storage_for(param: torch.Tensor, host: HostMemory | None = None) -> torch.Te
     dtype = param.ds_tensor.dtype
     if host:
         return host.empty(param.ds_numel, dtype)
-    return torch.empty(param.ds_numel, dtype=dtype, device=get_accelerator().current_device_name())
+    return request_huge_pages(torch.empty(param.ds_numel, dtype=dtype, device=get_accelerator().current_device_name()))
 
 
 def partition_groups(params: Iterable[torch.Tensor]) -> set[dist.ProcessGroup]:

@@ -27,6 +27,7 @@ from torch import nn
 from hybrid.kernels.host_memory import HostMemory
 from hybrid.models.modules import whole_shape
 from hybrid.models.spec import ParamRef
+from hybrid.runtime.huge_pages import request_huge_pages
 from hybrid.runtime.profiling import Phase
 from hybrid.weights.gather import (
     AsyncAllGather,
@@ -439,7 +440,7 @@ class Snapshot:
             if joined:
                 data = self.joined.part(part.ref, merged, self._blank, self.device)
             else:
-                data = torch.empty(shape, dtype=dtype, device=device)
+                data = request_huge_pages(torch.empty(shape, dtype=dtype, device=device))
             self._add(owner, part.key, data)
         return parts[part.key].data
 
