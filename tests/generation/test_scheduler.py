@@ -44,6 +44,7 @@ class PagedMock:
     device = torch.device("cpu")
     vocabulary = group = None
     samples_in_kernel = samples_with_penalties = False
+    prefill_tokens = 2048
 
     def __init__(self):
         self.prefilled = 0  # tokens
