@@ -5,6 +5,7 @@ tokens, and a capture that only stores the function. Tests that need a device ar
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -40,7 +41,6 @@ QUICK = (
     "gemma2",
     "bloom",
 )
-# Latent attention has no kernels for GPUs.
 ALL_FAMILIES = {family: sizes for family, sizes in EVERY_FAMILY.items() if family not in WITHOUT_TRITON}
 VARIANTS = {name: variant for name, variant in EVERY_VARIANT.items() if variant[0] not in WITHOUT_TRITON}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -86,7 +86,15 @@ class Decoding:
         self.decoder, self.ids, self.device = decoder, ids, device
         needed = [-(-len(ids_of_row) // BLOCK_SIZE) for ids_of_row in ids]
         self.kv = decoder.kv(1 + sum(needed))
-        for blocks in (*self.kv.keys, *self.kv.values):
+        self.state_slots = None
+        if decoder.spec.is_recurrent:
+            self.kv = replace(self.kv, states=decoder.states(len(ids)))
+            self.state_slots = torch.arange(len(ids), device=device).flip(0).int()
+        for blocks in (
+            *self.kv.keys,
+            *self.kv.values,
+            *(state for layer in self.kv.states.values() for state in layer),
+        ):
             blocks.fill_(torch.nan)
         self.block_tables = torch.full((len(ids), max(needed)), 10**6, dtype=torch.int32)
         for row, own in zip(self.block_tables, (1 + torch.randperm(sum(needed))).split(needed), strict=True):
@@ -101,6 +109,7 @@ class Decoding:
             cu_seqlens=torch.tensor([0] + [end - begin for begin, end in spans]).cumsum(0).int().to(self.device),
             lengths=torch.tensor([end for _, end in spans], dtype=torch.int32, device=self.device),
             block_tables=self.block_tables,
+            state_slots=self.state_slots,
         )
 
     @torch.no_grad()
@@ -194,7 +203,10 @@ class CountedLaunches(TorchDispatchMode):
 
 # Norm, queries keys and values, rope, attention, its projection, norm, up, activation, down. Parallel layers add the
 # outputs of attention and MLP. Ministral 3 scales its queries.
-LAUNCHES = {"gpt_neox": 10, "gptj": 9, "falcon": 9, "phi": 9, "ministral3": 10}
+# Latent attention: norm, latent of queries, its norm, queries, latent and key, their norm, rope and write, two products
+# around attention, and a copy before its projection.
+LATENT_LAUNCHES = dict.fromkeys(("youtu", "minicpm3"), 15)
+LAUNCHES = {"gpt_neox": 10, "gptj": 9, "falcon": 9, "phi": 9, "ministral3": 10, **LATENT_LAUNCHES}
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts launches of interpreted kernels")

@@ -373,7 +373,7 @@ def test_mixture_matches_hugging_face(tokens, family):
     settings = Router(normalize=family == "mixtral", float32_weights=family == "mixtral")
     weights = routed(x @ router.T, settings, 2, x.dtype)
     matrices = experts.gate_up_proj, experts.down_proj, None, None
-    actual = mixture(x, *weights, *matrices, gated=lambda gate_up: fused.activated(gate_up, "silu", gated=True))
+    actual = mixture(x, *weights, *matrices, activation=lambda gate_up: fused.activated(gate_up, "silu", gated=True))
     close(actual, expected, slack=4)  # sums of 72 products of the size of 1
 
 
