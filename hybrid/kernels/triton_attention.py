@@ -97,6 +97,16 @@ def _offsets(
 
 
 @triton.jit
+def _head_offsets(head, head_stride, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr):
+    """Return element offsets of heads in a token's queries, which are contiguous without ROPE_DIM."""
+    if ROPE_DIM:
+        head = head.to(tl.int64) * head_stride
+    else:
+        head = head * HEAD_DIM
+    return head
+
+
+@triton.jit
 def _rope_rows(rows, head, mask, ROPE_DIM: tl.constexpr, BLOCK_ROPE: tl.constexpr):
     """Return the rotated parts of queries in latent attention, [queries, BLOCK_ROPE]; without ROPE_DIM what is not
     read.  rows: pointers to their tokens."""
@@ -199,7 +209,8 @@ def _decode_kernel(
         dims = tl.arange(0, BLOCK_D)
         is_head, is_dim = group_head < GROUP, dims < HEAD_DIM
         is_output = is_head[:, None] & is_dim[None, :]
-        query_offsets = row.to(tl.int64) * q_stride + head[:, None].to(tl.int64) * q_head_stride + dims[None, :]
+        query_offsets = row.to(tl.int64) * q_stride + _head_offsets(head, q_head_stride, HEAD_DIM, ROPE_DIM)[:, None]
+        query_offsets += dims[None, :]
         query = tl.load(q + query_offsets, mask=is_output, other=0.0)
         query_rope = _rope_rows(q_rope + row.to(tl.int64) * q_rope_stride, head, is_head, ROPE_DIM, BLOCK_ROPE)
         best = tl.full((ROWS,), MASKED, tl.float32)
@@ -418,7 +429,7 @@ def decode_attention(
 ) -> torch.Tensor:
     """Attention of the last token of each sequence, whose key and value are in the cache already. One launch.
 
-    q [sequences, heads, head_dim]: heads and sequences may be strided.
+    q [sequences, heads, head_dim]: heads are contiguous, sequences may be strided.
     kv: the layer's keys and values, in q's dtype.
     lengths int32 [sequences]: tokens in the cache, at least 1.  block_tables int32 [sequences, max_blocks].
     softcap, window: 0 is off. A query sees itself and the `window - 1` tokens before it; with a window below 0 those of
@@ -426,8 +437,8 @@ def decode_attention(
     bias: None, or [heads, positions], added to the scaled scores, for every position of `block_tables` (ALiBi).
     rounded: scores are rounded to q's dtype step by step, as in Hugging Face's "eager" attention.
     sinks: None, or for each head the logit of a key without a value, [heads].
-    q_rope: None, or in latent attention [sequences, heads, rope_dim], contiguous: q is of the latents, and `kv` has one
-        head of head_dim + rope_dim elements, of which the first are the value too.
+    q_rope: None, or in latent attention [sequences, heads, rope_dim], contiguous: q is of the latents, with heads of any
+        stride, and `kv` has one head of head_dim + rope_dim elements, of which the first are the value too.
     splits: of each context, a power of two; 0: by `num_splits`.  arch: compute capability; 0: the device's.
     Returns [sequences, heads, head_dim] in q's dtype. A sequence's bits depend on its own context and on the number of
     splits only.
@@ -495,6 +506,7 @@ def _constants(
     assert kv.head_dim == head_dim + rope_dim and heads % kv.kv_heads == 0, "heads of keys and queries differ"
     assert bias is None or (bias.device == q.device and bias.stride(1) == 1), "the bias of a head must be contiguous"
     assert q.stride(2) == 1, "the elements of a head must be contiguous"
+    assert q_rope is not None or q.stride(1) == head_dim, "the heads of a token must be contiguous"
     if q_rope is not None:
         require_contiguous(q.device, q.dtype, q_rope)
         assert kv.kv_heads == 1 and not rounded and bias is None, "latent attention has one key, and no features"
@@ -593,7 +605,8 @@ def _prefill_kernel(
         is_query, is_dim = (query < count) & (tl.arange(0, ROWS) < QUERIES * GROUP), dims < HEAD_DIM
         query_mask = is_query[:, None] & is_dim[None, :]
         token = (first + query).to(tl.int64)[:, None]
-        query_offsets = token * q_stride + head[:, None].to(tl.int64) * q_head_stride + dims[None, :]
+        query_offsets = token * q_stride + _head_offsets(head, q_head_stride, HEAD_DIM, ROPE_DIM)[:, None]
+        query_offsets += dims[None, :]
         query_rows = tl.load(q + query_offsets, mask=query_mask, other=0.0)
         query_rope = _rope_rows(q_rope + token * q_rope_stride, head, is_query, ROPE_DIM, BLOCK_ROPE)
         best = tl.full((ROWS,), MASKED, tl.float32)
@@ -649,7 +662,7 @@ def prefill_attention(
     """Return causal attention of each sequence's new tokens, the last ones of it in the cache, with or without a
     prefix.
 
-    q [tokens, heads, head_dim]: packed without padding; heads and tokens may be strided.
+    q [tokens, heads, head_dim]: packed without padding; heads are contiguous, tokens may be strided.
     cu_seqlens int32 [sequences + 1]: start of each sequence's new tokens in q, and the end.
     lengths int32 [sequences]: tokens in the cache, the new ones included.
     All other arguments as in `decode_attention`.  Returns [tokens, heads, head_dim] in q's dtype.

@@ -454,7 +454,7 @@ def rope_and_write(
     slot_mapping: int64 [tokens], block * BLOCK_SIZE + offset in the block, for each token's key and value.
     kv: the layer's keys and values, in q's dtype, written in place.
     interleaved: RoPE pairs are neighbours, not halves.  norm: of q and k; None: no norm.
-    Returns q itself if there is neither RoPE nor norm.
+    Returns q itself if there is neither RoPE nor norm, and the heads of a token are contiguous.
     """
     (tokens, heads, head_dim), kv_heads = q.shape, k.shape[1]
     require_contiguous(q.device, torch.int64, kv.addresses, slot_mapping)
@@ -474,7 +474,7 @@ def rope_and_write(
     assert q.stride(2) == 1 and all(x.stride()[1:] == (head_dim, 1) for x in (k, v)), "heads must be contiguous"
     assert not whole_row or q.stride(1) == head_dim, "the heads of a token must be contiguous"
     rotary = 0 if cos is None else 2 * cos.shape[1]
-    changes = rotary > 0 or norm is not None
+    changes = rotary > 0 or norm is not None or q.stride(1) != head_dim
     q_out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device) if changes else q
     q_blocks, kv_blocks = triton.cdiv(heads, HEAD_BLOCK) if changes else 0, triton.cdiv(kv_heads, HEAD_BLOCK)
     eps, offset, float32_weight = (0.0, 0.0, False) if norm is None else (norm.eps, norm.offset, norm.float32_weight)

@@ -43,6 +43,7 @@ QUICK = (
 )
 ALL_FAMILIES = {family: sizes for family, sizes in EVERY_FAMILY.items() if family not in WITHOUT_TRITON}
 VARIANTS = {name: variant for name, variant in EVERY_VARIANT.items() if variant[0] not in WITHOUT_TRITON}
+LATENTS = "deepseek_v3, yarn, no dense layers, tied"  # latent attention
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -149,7 +150,7 @@ def cuda_decoder(model: torch.nn.Module, max_capture_size: int = 0) -> CudaDecod
     return decoder
 
 
-@pytest.mark.parametrize("variant", slow_but(["gemma2"], VARIANTS))
+@pytest.mark.parametrize("variant", slow_but(["gemma2", LATENTS], VARIANTS))
 def test_logits_equal_hugging_face(variant):
     """Prefill, decode steps in graphs with padding sequences, a token behind a prefix; every mechanism in float32."""
     model = small(variant)
@@ -245,7 +246,7 @@ def check_slices(variant: str) -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="two ranks of one device cannot exchange by NCCL")
-@pytest.mark.parametrize("variant", slow_but(["qwen3"], ["qwen3", "bloom", "mixtral", "olmo2", "falcon, new"]))
+@pytest.mark.parametrize("variant", slow_but(["qwen3"], ["qwen3", "bloom", "mixtral", "olmo2", "falcon, new", LATENTS]))
 def test_slices_equal_hugging_face_at_two_ranks(ranks, variant):
     ranks.run(check_slices, variant)
 

@@ -24,6 +24,7 @@ from hybrid.models.model_info import ModelInfo
 from hybrid.models.reader import read_decoder
 from hybrid.weights.model_weights import read_weights
 from hybrid.weights.snapshot import Snapshot
+from tests.decoders.test_captures import Specializations, sampling_of, step_of
 from tests.decoders.test_cuda_decoder import DEVICE, Decoding, cuda_decoder, hugging_face, sequences
 from tests.decoders.test_recurrent_mixers import VARIANTS
 from tests.decoders.test_self_check import self_check_reason
@@ -176,6 +177,20 @@ def test_the_loop_in_graphs_gives_the_tokens_of_the_decoder_in_torch(family, mon
         require_equal(completions_of(request(), decoder, 3, 4, BlockPool(32)), expected)
         captured = decoder.graphs.capture.captured
     assert decoder.eager_reason == "" and captured == len(decoder.graphs), "the second call captured again"
+
+
+@torch.no_grad()
+@pytest.mark.skipif(DEVICE == "cuda", reason="replaces launches")
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2"])
+def test_a_shrinking_batch_compiles_each_kernel_once(family, monkeypatch):
+    decoder = cuda_decoder(small(family))
+    kv, launches = replace(decoder.kv(49), states=decoder.states(48)), Specializations(monkeypatch)
+    for rows in (48, 33, 16, 9, 5, 3, 2, 1):
+        batch = replace(step_of(rows), state_slots=torch.arange(rows).int())
+        decoder.forward(batch, kv)
+        decoder.decode_steps(batch, kv, sampling_of(None, rows, params_of(0.8)), 1)
+    assert "_conv_kernel" in {name for name, *_ in launches.keys}
+    launches.require_one_each()
 
 
 @torch.no_grad()

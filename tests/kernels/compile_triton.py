@@ -151,7 +151,7 @@ def launch_latent_attention(dtype: torch.dtype, heads: int, arch: int) -> None:
         )
     q, q_rope = torch.empty(heads, 4, 512, dtype=dtype).transpose(0, 1), torch.empty(4, heads, 64, dtype=dtype)
     workspace = triton_attention.split_workspace(triton_attention.heads_of_program(heads, dtype), 512, q.device)
-    for splits in (1, 16):
+    for splits in (1, 4):  # the workspace is of fewer than twice the multiprocessors
         blocks = numbers, tables, workspace
         triton_attention.decode_attention(q, cache, *blocks, 0.1, q_rope=q_rope, splits=splits, arch=arch)
     triton_attention.prefill_attention(q, cache, numbers, numbers, tables, 0.1, q_rope=q_rope, arch=arch)
