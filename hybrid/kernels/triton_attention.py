@@ -99,11 +99,9 @@ def _offsets(
 @triton.jit
 def _head_offsets(head, head_stride, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr):
     """Return element offsets of heads in a token's queries, which are contiguous without ROPE_DIM."""
-    if ROPE_DIM:
-        head = head.to(tl.int64) * head_stride
-    else:
-        head = head * HEAD_DIM
-    return head
+    if not ROPE_DIM:
+        return head * HEAD_DIM
+    return head.to(tl.int64) * head_stride
 
 
 @triton.jit
@@ -437,8 +435,8 @@ def decode_attention(
     bias: None, or [heads, positions], added to the scaled scores, for every position of `block_tables` (ALiBi).
     rounded: scores are rounded to q's dtype step by step, as in Hugging Face's "eager" attention.
     sinks: None, or for each head the logit of a key without a value, [heads].
-    q_rope: None, or in latent attention [sequences, heads, rope_dim], contiguous: q is of the latents, with heads of any
-        stride, and `kv` has one head of head_dim + rope_dim elements, of which the first are the value too.
+    q_rope: None, or in latent attention [sequences, heads, rope_dim], contiguous: q is of the latents, and its heads may
+        be strided; `kv` has one head of head_dim + rope_dim elements, of which the first are the value too.
     splits: of each context, a power of two; 0: by `num_splits`.  arch: compute capability; 0: the device's.
     Returns [sequences, heads, head_dim] in q's dtype. A sequence's bits depend on its own context and on the number of
     splits only.
