@@ -435,8 +435,8 @@ def decode_attention(
     bias: None, or [heads, positions], added to the scaled scores, for every position of `block_tables` (ALiBi).
     rounded: scores are rounded to q's dtype step by step, as in Hugging Face's "eager" attention.
     sinks: None, or for each head the logit of a key without a value, [heads].
-    q_rope: None, or in latent attention [sequences, heads, rope_dim], contiguous: q is of the latents, and its heads may
-        be strided; `kv` has one head of head_dim + rope_dim elements, of which the first are the value too.
+    q_rope: None, or in latent attention [sequences, heads, rope_dim], contiguous: q is of latents, its heads may be
+        strided; `kv` has one head of head_dim + rope_dim elements, of which the first are the value too.
     splits: of each context, a power of two; 0: by `num_splits`.  arch: compute capability; 0: the device's.
     Returns [sequences, heads, head_dim] in q's dtype. A sequence's bits depend on its own context and on the number of
     splits only.
