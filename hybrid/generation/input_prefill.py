@@ -74,10 +74,10 @@ class InputPrefill:
                 *of_matrices, of_latest = kv.states[index]
                 for held, matrix in zip(of_matrices, matrices, strict=True):
                     held[state_slot].zero_()[..., : matrix.shape[-1]].copy_(matrix)  # the rest pads it to whole vectors
-                rows = latest[:, -of_latest.shape[1] :].T
+                inputs = latest[:, -of_latest.shape[1] :].T
                 if self.decoder.latest_is_ring:
-                    rows = in_ring(rows, len(prompt), of_latest.shape[1])
-                of_latest[state_slot].copy_(rows)
+                    inputs = in_ring(inputs, len(prompt), of_latest.shape[1])
+                of_latest[state_slot].copy_(inputs)
 
     def difference(self, prompt: torch.Tensor, model_inputs: RowInputs) -> float:
         """Return how far a decode step of a prompt's last token is from the model's own forward over all of them, in

@@ -100,7 +100,7 @@ def _offsets(
 def _head_offsets(head, head_stride, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr):
     """Return element offsets of heads in a token's queries, which are contiguous without ROPE_DIM."""
     if not ROPE_DIM:
-        return head * HEAD_DIM
+        head_stride = HEAD_DIM
     return head.to(tl.int64) * head_stride
 
 
