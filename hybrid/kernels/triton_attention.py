@@ -397,7 +397,7 @@ def prefill_tiling(dtype: torch.dtype, group: int, head_dim: int, arch: int, bia
     large, small = shared_kib(arch) > 163, shared_kib(arch) <= 99
     bias_tiles = bias and group > 1
     if dtype.itemsize == 4:
-        rows, tokens, num_stages = 32, 16, 2 if small else 3
+        rows, tokens, num_stages = 16 if head_dim > 256 else 32, 16, 2 if small else 3
     elif head_dim > 256:  # of latents
         rows, tokens, num_stages = 32, 16 if small else 32, 2
     elif head_dim <= 64:
