@@ -140,13 +140,13 @@ def test_padding_and_ended_sequences_write_no_state_and_change_no_other(name):
     x = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     layers.run(x, sequences_of([0, 0, 0], (3, 2, 2), (0, 1, 2)), decoding=False)
     before = [state.clone() for state in layers.states]
-    batch = layers.run(x[:3], sequences_of([3, 5, 2], (1, 1, 1), (0, -1, 2)), decoding=True)
+    batch = layers.run(x[4:], sequences_of([3, 5, 2], (1, 1, 1), (0, -1, 2)), decoding=True)
     after = [state.clone() for state in layers.states]
     assert batch.isfinite().all()
     for state, old in zip(layers.states, before, strict=True):
         assert torch.equal(state[1], old[1]) and not torch.equal(state[0], old[0])
         state.copy_(old)
-    alone = layers.run(x[2:3], sequences_of([2], (1,), (2,)), decoding=True)
+    alone = layers.run(x[6:], sequences_of([2], (1,), (2,)), decoding=True)
     assert torch.equal(alone[0], batch[2])
     for state, other in zip(layers.states, after, strict=True):
         assert torch.equal(state[2], other[2])
