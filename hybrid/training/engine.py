@@ -31,6 +31,7 @@ from hybrid.generation.scoring import LayerInputScores, Scores
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.model_inputs import ModelInputs
 from hybrid.models.modules import prompt_encoders
+from hybrid.models.quantized import keep_formats
 from hybrid.models.structure import generating_part
 from hybrid.rollout import EnvironmentLimits, RolloutBatch, SamplingParams, StopAfter, UnfinishedRows
 from hybrid.runtime.call_lock import CallLock, with_call_lock
@@ -94,6 +95,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         check_settings(invalid_for_model(info, *blocks))
         check_settings(invalid_sharing(info, sequence_parallel_size))
         mpu_group = group_of_mpu(kwargs.get("mpu"), blocks[0].inference_tp_size)
+        keep_formats(model)
         super().__init__(args, model, **kwargs)
         self.call_lock.device = self.device
         self._settings, self._rollout_settings = blocks

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from hybrid.models.modules import active_copy, running_adapters
+from hybrid.models.quantized import dequantized, quantized_layers
 from hybrid.runtime.parallel import broadcast_object
 from hybrid.runtime.waiting import waiting_to
 from hybrid.weights.gather import gathered
@@ -87,10 +88,12 @@ def write_model(
     layers: the tensors, in the form that `merged_layers` returns.  override: if not None, config.json says float32.
     """
     model.save_pretrained(directory, state_dict={})  # all but the weights
+    config = copy(model.config)
     if override is not None:
-        config = copy(model.config)
         config.dtype = torch.float32
-        config.save_pretrained(directory)
+    if any(True for _ in quantized_layers(model)):  # what is written is dequantized
+        del config.quantization_config
+    config.save_pretrained(directory)
     shards = Shards(directory, max_shard_bytes)
     for modules in layers:
         tensors: Tensors = {}
@@ -270,7 +273,7 @@ def read(param: nn.Parameter, override: Override | None) -> torch.Tensor | None:
     value = None if override is None else override(param)
     if value is None:
         with gathered([param]):
-            return None if dist.get_rank() else on_host(param, None if override is None else torch.float32)
+            return None if dist.get_rank() else on_host(dequantized(param), None if override is None else torch.float32)
     return None if dist.get_rank() else on_host(value)
 
 
