@@ -39,10 +39,11 @@ def quantized_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def unreadable(module: Any) -> str:
-    """Return why the weight of a module of bitsandbytes or torchao cannot be read; "" if it can, or is not quantized."""
+    """Return why the weight of a module of bitsandbytes or torchao cannot be read; "" if it can or is not quantized."""
     for name, param in module.named_parameters(recurse=False):
-        if type(param).__module__.startswith("torchao") or type(param.data).__module__.startswith("torchao"):
-            return f"{name} is a {type(param.data).__name__} of torchao"
+        for cls in (type(param), type(param.data)):
+            if cls.__module__.startswith("torchao"):
+                return f"{name} is a {cls.__name__} of torchao"
     kind = kind_of(module)
     if kind == FOUR_BITS and getattr(module.quant_state, "packing_format_for_cpu", False):
         return "an eval forward on the CPU has packed its weight and rounded its scales"
@@ -89,6 +90,11 @@ def is_quantized(param: Any) -> bool:
 def read_dtype(param: Any) -> torch.dtype:
     """Return the dtype in which a parameter is read: its own, unless it is quantized."""
     return param.dequantized.dtype if is_quantized(param) else param.dtype
+
+
+def state_bytes(param: Any) -> int:
+    """Return the bytes of a parameter's scales: 0 unless it is quantized."""
+    return param.dequantized.state_bytes if is_quantized(param) else 0
 
 
 def scales_of(param: Any) -> list[torch.Tensor]:

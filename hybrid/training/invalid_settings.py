@@ -114,6 +114,11 @@ def invalid_quantized(model: torch.nn.Module, config: DeepSpeedConfig) -> Iterat
         loaded = "load 4-bit or 8-bit weights by transformers' BitsAndBytesConfig, and initialize before any forward"
         reason = unreadable(module)
         yield InvalidSetting(reason != "", f"model ({name})", reason, loaded)
+        is_dora = type(module).__module__ == "peft.tuners.lora.bnb" and len(module.lora_magnitude_vector) > 0
+        on_cpu = stage == 3 and get_accelerator().device_name() == "cpu"
+        replaced = "on CPUs each forward of PEFT's DoRA puts a new parameter, which ZeRO-3 does not know, into a 4-bit "
+        replaced += "layer; use stage 0, 1 or 2, or LoRA without use_dora"
+        yield unsupported(is_dora and on_cpu, key, stage, replaced)
         if (kind := kind_of(module)) == EIGHT_BITS:
             held = "bitsandbytes holds each whole 8-bit weight a second time, which ZeRO-3 cannot free; use stage 0, 1 "
             yield unsupported(stage == 3, key, stage, f"{held}or 2, or 4-bit weights")

@@ -184,7 +184,7 @@ class PlannedParameter(nn.Parameter):
 
 def pretend_weights(model: nn.Module, training: Training) -> None:
     """Replace each parameter by one without data on the planned device; at ZeRO-3 partitioned as DeepSpeed does it."""
-    head = model.get_output_embeddings().weight  # type: ignore[operator]  # of a Hugging Face model
+    head = model.get_output_embeddings().weight
     linear = {module.weight for module in model.modules() if isinstance(module, nn.Linear)} if training.bits else set()
     planned: dict[nn.Parameter, PlannedParameter] = {}  # tied parameters stay one
     for module in model.modules():

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from hybrid.models.modules import active_copy, running_adapters
-from hybrid.models.quantized import dequantized, quantized_layers
+from hybrid.models.quantized import dequantized
 from hybrid.runtime.parallel import broadcast_object
 from hybrid.runtime.waiting import waiting_to
 from hybrid.weights.gather import gathered
@@ -85,14 +85,14 @@ def write_model(
 ) -> None:
     """Write the full model from rank 0: the config and Hugging Face's other files, then the tensors.
 
-    layers: the tensors, in the form that `merged_layers` returns.  override: if not None, config.json says float32.
+    layers: the tensors, in the form that `merged_layers` returns.  override: if not None, config.json says float32. It
+        does not say that weights are quantized.
     """
     model.save_pretrained(directory, state_dict={})  # all but the weights
     config = copy(model.config)
     if override is not None:
         config.dtype = torch.float32
-    if any(True for _ in quantized_layers(model)):  # what is written is dequantized
-        del config.quantization_config
+    vars(config).pop("quantization_config", None)  # what is written is dequantized
     config.save_pretrained(directory)
     shards = Shards(directory, max_shard_bytes)
     for modules in layers:

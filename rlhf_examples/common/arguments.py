@@ -32,6 +32,7 @@ from rlhf_examples.common.parsing import (
 from rlhf_examples.common.refusals import (
     attention_of_another_dtype,
     refused_advantages,
+    refused_bits,
     refused_losses,
     refused_optimizers,
     refused_outside_of_grpo,

@@ -167,7 +167,7 @@ CASES = {
     "sliced": ("nf4 in float32", 3, {"inference_tp_size": 2}, {}),
     "sliced whole": ("nf4", 2, {"inference_tp_size": 2}, {}),
     "dora": ("nf4", 2, {}, {"use_dora": True}),
-    "dora sliced": ("nf4 in float32", 3, {"inference_tp_size": 2}, {"use_dora": True}),
+    "dora sliced": ("nf4", 2, {"inference_tp_size": 2}, {"use_dora": True}),
 }
 
 
@@ -268,6 +268,7 @@ def test_what_cannot_be_read_is_refused():
     assert "bnb_4bit_quant_storage" in message_of(with_float_storage, dtype=torch.bfloat16)
     eight = message_of(qlora_model("int8"), stage=3)
     assert "stage 0, 1 or 2, or 4-bit weights" in eight
+    assert "use_dora" in message_of(qlora_model("nf4", use_dora=True), stage=3)
     again = message_of(qlora_model("nf4"), rollout={"weight_dtype": "int8"})
     assert "rollout.weight_dtype" in again and "bitsandbytes" in again
 
