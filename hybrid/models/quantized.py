@@ -40,7 +40,8 @@ def quantized_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def unreadable(module: Any) -> str:
     """Return why the weight of a module of bitsandbytes or torchao cannot be read; "" if it can or is not quantized."""
-    for name, param in module.named_parameters(recurse=False):
+    params = dict(module.named_parameters(recurse=False))
+    for name, param in params.items():
         for cls in (type(param), type(param.data)):
             if cls.__module__.startswith("torchao"):
                 return f"{name} is a {cls.__name__} of torchao"
@@ -51,7 +52,8 @@ def unreadable(module: Any) -> str:
         return "its weight is not quantized yet"
     if kind == EIGHT_BITS and (module.state.has_fp16_weights or module.weight.dtype != torch.int8):
         return "its weight is not quantized yet, or has_fp16_weights is set"
-    is_other = kind not in ("", FOUR_BITS, EIGHT_BITS) and any(True for _ in module.parameters(recurse=False))
+    is_other = kind not in ("", FOUR_BITS, EIGHT_BITS)
+    is_other = is_other and any(hasattr(param, "quant_state") or hasattr(param, "SCB") for param in params.values())
     return f"a {kind} of bitsandbytes" if is_other else ""
 
 
@@ -104,6 +106,25 @@ def scales_of(param: Any) -> list[torch.Tensor]:
         return [param.SCB]
     tensors = [state.absmax, state.code]
     return [*tensors, state.offset, state.state2.absmax, state.state2.code] if state.nested else tensors
+
+
+def without_scales(model: nn.Module, state_dict: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a state dict without the scales of 4-bit weights, which such layers save but cannot load
+    (bitsandbytes 0.50).
+
+    Raises ValueError if they are not those of `model`: its weights were quantized from others.
+    """
+    state_dict = copy.copy(state_dict)  # with its `_metadata`
+    for name, layer in quantized_layers(model):
+        scales = layer.weight.quant_state.as_dict(packed=True) if kind_of(layer) == FOUR_BITS else {}
+        for key, expected in scales.items():
+            given = state_dict.pop(f"{prefix}{name}.weight.{key}", None)
+            if given is not None and not torch.equal(given.cpu(), expected.cpu()):
+                raise ValueError(
+                    f"{name}: the checkpoint's {key} is another one than the model's, whose base was quantized from "
+                    "other weights or in another format; load the base that the checkpoint was trained on"
+                )
+    return state_dict
 
 
 @torch.no_grad()

@@ -36,6 +36,20 @@ def test_a_quantized_policy_learns_by_its_adapter(ranks, small, tmp_path, script
     assert not hasattr(exported.config, "quantization_config")
 
 
+@pytest.mark.slow
+def test_a_run_with_a_quantized_policy_resumes(ranks, small, tmp_path):
+    settings = {**models_of("grpo", small), "load_in_4bit": True, "actor_lora_dim": 2, "actor_zero_stage": 3}
+    settings |= {"save_every": 1, "num_iterations": 2}
+    ranks.run(run_in_this_rank, "grpo", {**settings, "num_iterations": 3, "output_dir": str(tmp_path / "whole")})
+    ranks.run(run_in_this_rank, "grpo", {**settings, "output_dir": str(tmp_path / "parts")})
+    resumed = {**settings, "num_iterations": 3, "output_dir": str(tmp_path / "parts"), "resume": True}
+    ranks.run(run_in_this_rank, "grpo", resumed)
+    whole, parts = (
+        [row["loss"] for row in logged(tmp_path / name) if "grad_norm" in row] for name in ("whole", "parts")
+    )
+    assert len(whole) == 3 and parts[-1] == whole[-1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "settings", "message"),
     [

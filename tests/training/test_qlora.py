@@ -200,6 +200,32 @@ def test_exports_are_whole_models_or_adapters(ranks, tmp_path, stage):
     ranks.run(check_export, str(tmp_path), stage)
 
 
+def check_checkpoint(tmp_path: str, stage: int) -> None:
+    """A checkpoint is loaded into an engine of the same quantized base; one of another base is refused."""
+    ids, mask = prompts(2, 7, padded=False)
+    engine = engine_of(qlora_model("nf4", **SOME), qlora_settings(stage))
+    train_step(engine)
+    expected, saved = engine.generate(ids, attention_mask=mask, max_new_tokens=6), digest(engine)
+    engine.save_checkpoint(tmp_path)
+    train_step(engine, 1)
+    assert digest(engine) != saved
+    engine.load_checkpoint(tmp_path)
+    assert digest(engine) == saved
+    assert torch.equal(engine.generate(ids, attention_mask=mask, max_new_tokens=6), expected)
+    trained = engine.module_state_dict(exclude_frozen_parameters=True)
+    assert trained and all("lora_" in name for name in trained)
+    engine.destroy()
+    other = engine_of(with_peft(quantize(tiny_model("llama", seed=5, **SIZES), NF4), **SOME), qlora_settings(stage))
+    with pytest.raises(ValueError, match="quantized from other weights"):
+        other.load_checkpoint(tmp_path)
+    other.destroy()
+
+
+@pytest.mark.parametrize("stage", slow_but([3], [2, 3]))
+def test_checkpoints_of_the_same_base_are_loaded(ranks, tmp_path, stage):
+    ranks.run(check_checkpoint, str(tmp_path), stage)
+
+
 def check_plan(stage: int, containers: str) -> None:
     """The plan counts quantized bytes, their scales and the dequantized copy as they are held."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 8}
@@ -271,6 +297,9 @@ def test_what_cannot_be_read_is_refused():
     assert "use_dora" in message_of(qlora_model("nf4", use_dora=True), stage=3)
     again = message_of(qlora_model("nf4"), rollout={"weight_dtype": "int8"})
     assert "rollout.weight_dtype" in again and "bitsandbytes" in again
+
+    with pytest.raises((ValueError, NotImplementedError), match=r"bitsandbytes; use hybrid\.initialize"):
+        hybrid.init_inference(quantize(tiny_model("llama", **SIZES), FORMATS["nf4"]), dtype=torch.float32)
 
     class Int4Tensor(nn.Parameter):
         __module__ = "torchao.quantization"
