@@ -40,6 +40,7 @@ LENGTH_HELP = "Tokens of prompt and completion. Default: the model's context, at
 NAME_HELP = "The `model` of requests. Default: MODEL."
 RANKS_HELP = "Default: the GPUs here, or --tp if more."
 LORA_HELP = "Rank of a LoRA on all linear layers; 0: all weights train."
+BITS_HELP = "The LoRA's base is quantized by bitsandbytes."
 MEMORY_HELP = "Of one rank's device, such as 80GiB."
 ZERO_HELP = "ZeRO's stage. Default: --config's, else 3."
 TP_HELP = "inference_tp_size: ranks that share a copy of the weights. Default: --config's, else 1."
@@ -86,6 +87,8 @@ def plan(
     zero: Zero = None,
     tp: TpSize = None,
     lora: Lora = 0,
+    load_in_4bit: Annotated[bool, typer.Option("--load-in-4bit", help=BITS_HELP, rich_help_panel=TRAINING)] = False,
+    load_in_8bit: Annotated[bool, typer.Option("--load-in-8bit", help=BITS_HELP, rich_help_panel=TRAINING)] = False,
     dtype: WeightDtype = Dtype.bfloat16,
     device: Annotated[Device, typer.Option(rich_help_panel=TRAINING)] = Device.cuda,
     device_memory: Annotated[str, typer.Option(help=MEMORY_HELP, rich_help_panel=TRAINING)] = "",

@@ -87,6 +87,8 @@ def plan(
     zero: int | None,
     tp: int | None,
     lora: int,
+    load_in_4bit: bool,
+    load_in_8bit: bool,
     dtype: str,
     device: str,
     device_memory: str,
@@ -100,7 +102,8 @@ def plan(
     tokens = prompt_length + max_new_tokens
     settings = valid_settings(config, zero, tp, tokens)
     try:
-        training = Training(ranks, settings.zero_stage, lora, getattr(torch, dtype), device)
+        bits = 4 if load_in_4bit else 8 * load_in_8bit
+        training = Training(ranks, settings.zero_stage, lora, getattr(torch, dtype), device, bits)
         offline = plan_of_model(model, settings, training, batch_size, tokens, memory)
     except ValueError as error:
         fail(str(error))

@@ -31,6 +31,7 @@ from hybrid.generation.scoring import LayerInputScores, Scores
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.model_inputs import ModelInputs
 from hybrid.models.modules import prompt_encoders
+from hybrid.models.quantized import keep_formats, without_scales
 from hybrid.models.structure import generating_part
 from hybrid.rollout import EnvironmentLimits, RolloutBatch, SamplingParams, StopAfter, UnfinishedRows
 from hybrid.runtime.call_lock import CallLock, with_call_lock
@@ -94,6 +95,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         check_settings(invalid_for_model(info, *blocks))
         check_settings(invalid_sharing(info, sequence_parallel_size))
         mpu_group = group_of_mpu(kwargs.get("mpu"), blocks[0].inference_tp_size)
+        keep_formats(model)
         super().__init__(args, model, **kwargs)
         self.call_lock.device = self.device
         self._settings, self._rollout_settings = blocks
@@ -478,6 +480,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
             for name, parameter in self.module.named_parameters(remove_duplicate=False):
                 if not parameter.requires_grad:
                     state_dict.pop(prefix + name, None)
+            state_dict = without_scales(self.module, state_dict, prefix)
         return state_dict
 
     def _zero3_consolidated_16bit_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -496,14 +499,15 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
             self.mark_weights_changed()
 
     @with_call_lock
-    def load_module_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def load_module_state_dict(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's load_module_state_dict; the weights get a new version.
 
-        Raises RuntimeError inside `inference()`.
+        Raises RuntimeError inside `inference()`, and ValueError for a checkpoint of another quantized base.
         """
         self._require_states("load_module_state_dict()")
+        checkpoint = {**checkpoint, "module": without_scales(self.module, checkpoint["module"])}
         try:
-            return super().load_module_state_dict(*args, **kwargs)
+            return super().load_module_state_dict(checkpoint, *args, **kwargs)
         finally:
             self.mark_weights_changed()
 

@@ -15,6 +15,7 @@ from hybrid.decoders.self_check import checked_lengths
 from hybrid.decoders.torch_decoder import WholeDecoder
 from hybrid.generation.block_pool import BlockPool, blocks_for
 from hybrid.generation.scoring import LOGIT_ROWS
+from hybrid.models.quantized import state_bytes
 from hybrid.models.spec import DecoderSpec
 from hybrid.runtime.memory import free_bytes
 from hybrid.runtime.parallel import agreed
@@ -262,7 +263,7 @@ def need_of(
 def bytes_at_rest(model: nn.Module) -> int:
     """Return the bytes on this rank of a model's parameters while none is gathered."""
     return sum(
-        param.ds_tensor.nbytes if is_partitioned(param) and param.numel() == 0 else param.nbytes
+        (param.ds_tensor.nbytes if is_partitioned(param) and param.numel() == 0 else param.nbytes) + state_bytes(param)
         for param in model.parameters()
     )
 
