@@ -98,6 +98,9 @@ class RowSource(Protocol):
     def give(self, number: int, piece: Piece) -> None:
         """Take new tokens of a row."""
 
+    def put_back(self, rows: Sequences[IncomingRow]) -> None:
+        """Take back rows that have no slot yet, in their order: the source has closed for this scheduler."""
+
 
 class ClosedSource:
     """The source of a rank whose server has closed, or was never opened, while other ranks serve."""
@@ -112,6 +115,9 @@ class ClosedSource:
     def give(self, number: int, piece: Piece) -> None:
         """Do nothing."""
 
+    def put_back(self, rows: Sequences[IncomingRow]) -> None:
+        """Do nothing."""
+
 
 RowKey = tuple[int, int]  # index of the rank in its group, number of the row on that rank
 
@@ -121,6 +127,9 @@ class AdmissionQueue:
 
     def __init__(self) -> None:
         self.clients: dict[int, OrderedDict[str, deque[tuple[RowKey, IncomingRow]]]] = {}
+
+    def __len__(self) -> int:
+        return sum(len(rows) for clients in self.clients.values() for rows in clients.values())
 
     def __bool__(self) -> bool:
         return bool(self.clients)
@@ -218,8 +227,13 @@ class ServingScheduler(Scheduler):
             for row in arrivals.rows:
                 self.queue.add((rank, row.number), row)
             aborted |= {(rank, number) for number in arrivals.aborted}
-        if not aborted:
-            return
+        if aborted:
+            self.end_aborted(aborted)
+        if not self.is_open and self.queue:  # another adapter's turn; a server that ends has aborted its rows
+            self.source.put_back([self.queue.pop()[1] for _ in range(len(self.queue))])
+
+    def end_aborted(self, aborted: set[RowKey]) -> None:
+        """End rows with the tokens that they have."""
         for key in aborted:
             if self.queue.remove(key) and key[0] == self.rank:
                 self.source.give(key[1], Piece([], [[], [], []], "abort"))
