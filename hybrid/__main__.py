@@ -38,7 +38,7 @@ TRAINING, ROLLOUT = "Training", "Rollout"
 KEY_HELP = "That clients must give; needed for another host than loopback."
 LENGTH_HELP = "Tokens of prompt and completion. Default: the model's context, at most 4096."
 NAME_HELP = "The `model` of requests. Default: MODEL."
-LORA_HELP = "NAME=PATH of an adapter of PEFT, whose NAME is the `model` of its requests. Repeat it for more."
+ADAPTER_HELP = "NAME=PATH of an adapter of PEFT, whose NAME is the `model` of its requests. Repeat it for more."
 RANKS_HELP = "Default: the GPUs here, or --tp if more."
 LORA_HELP = "Rank of a LoRA on all linear layers; 0: all weights train."
 MEMORY_HELP = "Of one rank's device, such as 80GiB."
@@ -113,7 +113,7 @@ def serve(
     dtype: Annotated[Dtype, typer.Option(help="Of the weights.")] = Dtype.bfloat16,
     max_model_len: Annotated[int | None, typer.Option(min=2, help=LENGTH_HELP, show_default=False)] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that are decoded at once.")] = 64,
-    lora_modules: Annotated[list[str], typer.Option(help=LORA_HELP, show_default=False)] = [],  # noqa: B006
+    lora_modules: Annotated[list[str] | None, typer.Option(help=ADAPTER_HELP, show_default=False)] = None,
 ) -> None:
     """Serve a model to OpenAI's clients, for evaluation and chat, until it is interrupted."""
     run("serve", **locals())

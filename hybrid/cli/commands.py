@@ -118,7 +118,7 @@ def serve(
     dtype: str,
     max_model_len: int | None,
     max_num_seqs: int,
-    lora_modules: list[str],
+    lora_modules: list[str] | None,
 ) -> None:
     """Serve a model to OpenAI's clients until it is interrupted."""
     try:
@@ -128,7 +128,7 @@ def serve(
         length = max_model_len or min(context, DEFAULT_MODEL_LEN)
         tokenizer = AutoTokenizer.from_pretrained(model)
         weights = getattr(torch, dtype)
-        module = with_adapters(AutoModelForCausalLM.from_pretrained(model, dtype=weights), lora_modules)
+        module = with_adapters(AutoModelForCausalLM.from_pretrained(model, dtype=weights), lora_modules or [])
         engine = init_inference(module, dtype=weights, kernel_inject=True, max_out_tokens=length)
         name = model_name or model
         with (

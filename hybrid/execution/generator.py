@@ -515,15 +515,14 @@ class Generator(WorkerState):
 
     def _require_native_rows(self, reason: str) -> None:
         """Raise NotImplementedError unless the model's own forward can serve requests.  reason: why it must."""
-        cannot = {
-            "ranks that compute together": isinstance(self.executor, GroupExecutor),
-            "aLoRA, whose rows PEFT decodes together,": has_invocation_tokens(self.model),
+        limits = {
+            "where ranks compute together": isinstance(self.executor, GroupExecutor),
+            "of aLoRA, whose rows PEFT decodes together": has_invocation_tokens(self.model),
         }
-        for what, applies in cannot.items():
+        for limit, applies in limits.items():
             if applies:
                 raise NotImplementedError(
-                    f"serve: the model's own layers serve no requests with {what} and the fused decoder cannot run: "
-                    f"{reason}"
+                    f"serve: the model's own layers serve no requests {limit}; the fused decoder cannot run: {reason}"
                 )
 
     # ----------------------------------------------------------------- score

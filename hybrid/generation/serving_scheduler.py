@@ -131,9 +131,6 @@ class AdmissionQueue:
     def __init__(self) -> None:
         self.clients: dict[int, OrderedDict[str, deque[tuple[RowKey, IncomingRow]]]] = {}
 
-    def __len__(self) -> int:
-        return sum(len(rows) for clients in self.clients.values() for rows in clients.values())
-
     def __bool__(self) -> bool:
         return bool(self.clients)
 
@@ -232,8 +229,11 @@ class ServingScheduler(Scheduler):
             aborted |= {(rank, number) for number in arrivals.aborted}
         if aborted:
             self.end_aborted(aborted)
-        if not self.is_open and self.queue:  # another adapter's turn; a server that ends has aborted its rows
-            self.source.put_back([self.queue.pop()[1] for _ in range(len(self.queue))])
+        waiting = []
+        while self.queue and not self.is_open:  # another adapter's turn: a server that ends has aborted its rows
+            waiting.append(self.queue.pop()[1])
+        if waiting:
+            self.source.put_back(waiting)
 
     def end_aborted(self, aborted: set[RowKey]) -> None:
         """End rows with the tokens that they have."""

@@ -198,7 +198,7 @@ class RequestTable:
     def open(self, weight_version: int) -> None:
         """Accept requests from now on."""
         with self.changed:
-            self.is_open, self.weight_version = True, weight_version
+            self.is_open, self.weight_version, self.turn_end = True, weight_version, time.monotonic() + TURN_S
 
     def close(self, error: ServerClosed) -> None:
         """Accept no more requests, and end those without a result by this error."""
@@ -254,8 +254,7 @@ class RequestTable:
         """Choose the adapters whose rows are decoded next, those whose last turn is the longest ago; return whether the
         table is open."""
         with self.changed:
-            waiting = (adapters for adapters, rows in self.arrived.items() if rows)
-            self.turn = min(waiting, key=lambda adapters: self.last_turns.get(adapters, 0.0), default=self.turn)
+            self.turn = min(self.arrived, key=lambda adapters: self.last_turns.get(adapters, 0.0), default=self.turn)
             self.turn_end = time.monotonic() + TURN_S
             return self.is_open
 
@@ -472,8 +471,8 @@ class Server:
         """
         top_logprobs = checked_top_logprobs(top_logprobs, self._generator.info.size("vocab_size"))
         params = SamplingParams(1)  # required by `_add`; nothing is sampled
-        more = {"adapter": adapter, "top_logprobs": top_logprobs}
-        request = self._add(token_ids, params, request_id, 1, 0, priority, client, **more)
+        order = request_id, 1, 0, priority, client
+        request = self._add(token_ids, params, *order, adapter=adapter, top_logprobs=top_logprobs)
         return await self._result(request)
 
     def submit(
@@ -508,10 +507,8 @@ class Server:
             logit_bias: numbers added to the logits of tokens, by token.
             on_chunk: called with new tokens, in the server's thread, which it must not keep waiting.
             adapter: the name of the adapter of PEFT that samples, as in `engine.rollout`; None: what the server was
-                opened with. Requests of different adapters are decoded in turns of about a second, in each of which
-                the other priorities and clients of the adapter are served as without turns; tokens are those of a
-                server for the adapter alone. A turn drops what the prefix cache has of the one before, and merged
-                weights are merged again.
+                opened with. Requests of different adapters are decoded in turns of about a second; priorities and
+                clients count within one. A turn drops the prefix cache, and merged weights are merged again.
 
         Raises:
             ServerBusy: if the queue is full.
@@ -706,37 +703,43 @@ class Server:
         return self._stream
 
     def _serve(self, put: Callable[[int], None]) -> None:
-        table, begun = self._table, list[Adapters | None]()  # the turns that have begun
-
-        def begin(weight_version: int) -> None:
-            if not begun:
-                table.open(weight_version)
-                put(weight_version)
-            begun.append(table.turn)
-
         error = ServerClosed(CLOSED)
         try:
             with self._open_call():
                 self._seed = self._generator.seeds.next()
-                settings, turns = (self.max_num_seqs, self.max_model_len), 0
-                while table.begin_turn() or not turns:
-                    turns += 1
-                    try:
-                        adapters = self._adapters if table.turn is None else table.turn
-                        self._generator.serve(table, *settings, adapters, begin)
-                    except (NotImplementedError, ValueError) as refused:
-                        if len(begun) == turns or not begun:
-                            raise
-                        begun.append(table.turn)
-                        table.end_turn(refused)
-                    else:
-                        table.end_turn()
+                self._serve_turn(put)
+                while self._table.begin_turn():
+                    self._serve_turn()
         except BaseException as raised:
             error = ServerClosed(f"the server has ended by {type(raised).__name__}: {raised}")
             error.__cause__ = raised
             raise
         finally:
             self._table.close(error)
+
+    def _serve_turn(self, put: Callable[[int], None] | None = None) -> None:
+        """Serve rows of the turn's adapters until it ends; if it cannot begin, its requests fail alone.
+
+        put: of the first turn: called with the weight version once the server is open.
+        """
+        table, has_begun = self._table, False
+        adapters = self._adapters if table.turn is None else table.turn
+
+        def begin(weight_version: int) -> None:
+            nonlocal has_begun
+            has_begun = True
+            if put is not None:
+                table.open(weight_version)
+                put(weight_version)
+
+        try:
+            self._generator.serve(table, self.max_num_seqs, self.max_model_len, adapters, begin)
+        except (NotImplementedError, ValueError) as error:
+            if has_begun or put is not None:
+                raise
+            table.end_turn(error)
+        else:
+            table.end_turn()
 
 
 def row_of(request_id: str) -> int:

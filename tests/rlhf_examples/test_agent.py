@@ -217,7 +217,7 @@ def test_both_environments_are_learned(tmp_path):
     config = tmp_path / "demo.yaml"
     config.write_text(yaml.safe_dump({**settings, "servers": {}}, sort_keys=False))
     summary = run_pipeline(config, tmp_path / "run")
-    assert summary["openai_client_reward"] >= 0.8, summary
+    assert summary["openai_client_reward"] >= 0.7, summary
     for name in names[1:3]:
         assert summary[f"{name}_reward_before"] < 0.3 and summary[f"{name}_reward_after"] >= 0.8, summary
     samples = json.loads((tmp_path / "run" / "calculator" / "samples.json").read_text())
