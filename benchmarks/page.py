@@ -235,6 +235,8 @@ TOGETHER = (
     tables.real_size,
     tables.inference,
     tables.training,
+    tables.serving,
+    tables.endpoint_overhead,
 )  # all runs of a machine in one table
 SHOWN = (tables.rollouts, tables.first_tokens, tables.trl_step, tables.modes, tables.windows, tables.plans)
 SHOWN += (tables.rollout_features, tables.speculation, tables.demo_seeds, tables.stories)

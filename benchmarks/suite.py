@@ -83,6 +83,7 @@ WAYS_TO_TRAIN = '--ways "all weights learn" "LoRA, merged" "LoRA, unmerged" "nat
 ROLLOUTS = "--contenders hybrid hybrid-new-weights hf {vllm} --rounds 3"
 TRL_CONTENDERS = '--contenders "TRL\'s default: gather all, Hugging Face" "hybrid.install()" rollout_func'
 TRL_120M = "--steps 2 --rounds 3"
+SERVERS = "--rounds 3 --contenders hybrid {vllm}"
 INFERENCE = "--contenders fused int8 hf hf-compiled"
 
 # What `docs/benchmarks.md` shows, most informative first.
@@ -97,6 +98,13 @@ RUNS = (
         Run(f"tp-{shape}-{dtype}", "modes", f"--shape {shape} --dtype {dtype} {TENSOR_PARALLEL}", minutes, 2)
         for shape, minutes in (("10M", 1), ("120M", 3))
         for dtype in ("f32", "bf16")
+    ),
+    *(
+        Run(f"serving-{shape}", "serving", f"--shape {shape} {load} {SERVERS}", minutes, 0, 2)
+        for shape, load, minutes in (
+            ("120M", "--agents 40 --rates 1 8", 10),
+            ("10M", "--agents 160 --rates 4 64", 8),
+        )
     ),
     Run("overhead", "overhead", f"--turns 7 {WAYS_TO_TRAIN}", 5, 2),
     *(Run(f"real_size-{kind}", "real_size", f"--containers {kind}", 5, 2) for kind in ("fused", "native")),

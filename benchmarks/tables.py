@@ -256,6 +256,40 @@ def speculation(result: dict[str, Any]) -> Iterator[list]:
             yield [f"{case}, {part}", show(without, ".3f"), show(speculating, ".3f"), ratios]
 
 
+# `benchmarks.serving`
+
+SERVERS = {"hybrid": "this engine", "vllm": "`vllm serve`"}
+LATENCIES = "first token, ms: p50", "p99", "each token, ms: p50", "p99"
+
+
+@with_head("model", "agents/s", "server", "tokens/s", "× vLLM", *LATENCIES)
+def serving(*results: dict[str, Any]) -> Iterator[list]:
+    """Tokens a second and latencies of agents at each rate, by server: medians over rounds."""
+    for result in results:
+        for case in result["agents"]:
+            base = case["results"].get("vllm")
+            for name, figures in case["results"].items():
+                model = f"{result['args']['shape']} {result['args']['dtype']}"
+                rates = figures["tokens_per_s"]
+                latencies = [
+                    f"{1e3 * Spread.of(figures[f'{part}_{share}_s']).median:.{digits}f}"
+                    for part, digits in (("first_token", 0), ("token", 1))
+                    for share in ("p50", "p99")
+                ]
+                ratio = quotient(rates, base["tokens_per_s"]) if base else None
+                yield [model, f"{case['rate']:g}", SERVERS[name], show(rates, ".0f"), ratio, *latencies]
+
+
+@with_head("model", "", "tokens/s", "of the rollout")
+def endpoint_overhead(*results: dict[str, Any]) -> Iterator[list]:
+    """Tokens a second of a rollout, and of the same rows as requests and as clients of the endpoint."""
+    for result in results:
+        rollout = result["overhead"].get("rollout")
+        for name, rates in result["overhead"].items():
+            model = f"{result['args']['shape']} {result['args']['dtype']}, {result['args']['rows']} rows"
+            yield [model, name, show(rates, ".0f"), quotient(rates, rollout)]
+
+
 # Training over seeds
 
 

@@ -38,6 +38,7 @@ TRAINING, ROLLOUT = "Training", "Rollout"
 KEY_HELP = "That clients must give; needed for another host than loopback."
 LENGTH_HELP = "Tokens of prompt and completion. Default: the model's context, at most 4096."
 NAME_HELP = "The `model` of requests. Default: MODEL."
+ADAPTER_HELP = "NAME=PATH of an adapter of PEFT, whose NAME is the `model` of its requests. Repeat it for more."
 RANKS_HELP = "Default: the GPUs here, or --tp if more."
 LORA_HELP = "Rank of a LoRA on all linear layers; 0: all weights train."
 BITS_HELP = "The LoRA's base is quantized by bitsandbytes."
@@ -115,6 +116,7 @@ def serve(
     dtype: Annotated[Dtype, typer.Option(help="Of the weights.")] = Dtype.bfloat16,
     max_model_len: Annotated[int | None, typer.Option(min=2, help=LENGTH_HELP, show_default=False)] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that are decoded at once.")] = 64,
+    lora_modules: Annotated[list[str] | None, typer.Option(help=ADAPTER_HELP, show_default=False)] = None,
 ) -> None:
     """Serve a model to OpenAI's clients, for evaluation and chat, until it is interrupted."""
     run("serve", **locals())

@@ -16,10 +16,11 @@ import transformers
 import typer
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from peft import PeftModel
 from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from hybrid.cli.doctor import OK, PROBLEM, WARNING, Finding, findings, size_text
 from hybrid.config import HybridEngineConfig, RolloutConfig, load_config, read_blocks
@@ -120,6 +121,7 @@ def serve(
     dtype: str,
     max_model_len: int | None,
     max_num_seqs: int,
+    lora_modules: list[str] | None,
 ) -> None:
     """Serve a model to OpenAI's clients until it is interrupted."""
     try:
@@ -129,7 +131,7 @@ def serve(
         length = max_model_len or min(context, DEFAULT_MODEL_LEN)
         tokenizer = AutoTokenizer.from_pretrained(model)
         weights = getattr(torch, dtype)
-        module = AutoModelForCausalLM.from_pretrained(model, dtype=weights)
+        module = with_adapters(AutoModelForCausalLM.from_pretrained(model, dtype=weights), lora_modules or [])
         engine = init_inference(module, dtype=weights, kernel_inject=True, max_out_tokens=length)
         name = model_name or model
         with (
@@ -143,6 +145,23 @@ def serve(
             stopped.wait()
     except (OSError, ValueError, NotImplementedError, ImportError) as error:
         fail(str(error))
+
+
+def with_adapters(model: PreTrainedModel, lora_modules: list[str]) -> torch.nn.Module:
+    """Return the model with adapters, NAME=PATH each, none of them active. Raises ValueError for another text."""
+    adapted: PeftModel | None = None
+    for given in lora_modules:
+        name, _, path = given.partition("=")
+        if not name or not path:
+            raise ValueError(f"--lora-modules: {given!r} given; it must be NAME=PATH of an adapter")
+        if adapted is None:
+            adapted = PeftModel.from_pretrained(model, path, adapter_name=name)
+        else:
+            adapted.load_adapter(path, name)
+    if adapted is None:
+        return model
+    adapted.base_model.disable_adapter_layers()
+    return adapted
 
 
 class Settings(NamedTuple):

@@ -10,6 +10,7 @@ import torch
 from hybrid.runtime.huge_pages import request_huge_pages
 
 BLOCK_SIZE = 32  # tokens in a block of the KV cache
+PREFILL_TOKENS = 2048  # prompt tokens in one forward; bounds the memory of activations
 States = dict[int, tuple[torch.Tensor, ...]]  # as `PagedKV.states`
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 import torch
 from torch.nn import functional as F
 
-from hybrid.decoders.batch import BLOCK_SIZE, LayerActivations, PackedBatch, PagedKV
+from hybrid.decoders.batch import BLOCK_SIZE, PREFILL_TOKENS, LayerActivations, PackedBatch, PagedKV
 from hybrid.decoders.torch_decoder import Copies, WholeDecoder, merged, no_lora_deltas
 from hybrid.kernels import cpu_library as kernels
 from hybrid.kernels.cpu_library import address
@@ -185,7 +185,7 @@ class CpuDecoder(WholeDecoder):
     @property
     def prefill_tokens(self) -> int:
         """Prompt tokens in one forward. Products in AMX tiles are so fast that activations must stay in the caches."""
-        return 512 if self.record.bfloat16 and self.library.multiplies_in_tiles() else WholeDecoder.prefill_tokens
+        return 512 if self.record.bfloat16 and self.library.multiplies_in_tiles() else PREFILL_TOKENS
 
     def reserve(self, tokens: int) -> None:
         """Extend the rope tables to `tokens` positions."""

@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.nn import functional as F
 
-from hybrid.decoders.batch import BLOCK_SIZE, KVWeights, LayerActivations, PackedBatch, PagedKV
+from hybrid.decoders.batch import BLOCK_SIZE, PREFILL_TOKENS, KVWeights, LayerActivations, PackedBatch, PagedKV
 from hybrid.kernels import torch_ops
 from hybrid.kernels.recurrent import MixerLayer, StateRows, state_rows
 from hybrid.kernels.router import routed
@@ -110,7 +110,7 @@ class WholeDecoder(ABC):
     """
 
     device: torch.device  # of the weights and activations
-    prefill_tokens = 2048  # prompt tokens in one forward; bounds the memory of activations
+    prefill_tokens = PREFILL_TOKENS  # prompt tokens in one forward
     context_block = BLOCK_SIZE  # cached tokens that attention reads at a time
     vocabulary: VocabularySlice | None = None  # what `logits` and `decode` give logits of; None: the whole vocabulary
     group: InferenceGroup | None = None  # ranks that run it together, on the same tokens; None: this rank alone

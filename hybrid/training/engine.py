@@ -746,12 +746,13 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
             max_model_len: tokens of a sample, prompt included; None: `max_out_tokens`. The KV cache has room for
                 `max_num_seqs` such samples, within `rollout.kv_cache_bytes` and the free memory.
             max_queue: samples that may wait; more raise ServerBusy.
-            adapter: the name of the adapter of PEFT that is served, as in `rollout`.
+            adapter: the name of the adapter of PEFT that is served, as in `rollout`. Requests may name others, but not
+                where ranks gather weights or compute together.
 
         Raises:
             ValueError: for numbers outside these ranges.
-            NotImplementedError: for an encoder-decoder; and as the block begins, with the reason, for a model that runs
-                in its own layers.
+            NotImplementedError: for an encoder-decoder; and as the block begins, with the reason, where ranks together
+                run a model's own layers, and for aLoRA.
         """
         self._builder.info.require_decoder("serve")
         settings = chosen_adapters(adapters, adapter), max_num_seqs, max_model_len, max_queue

@@ -54,6 +54,12 @@ def ways(*names: str) -> dict:
     }
 
 
+def latencies(tokens_per_s: float) -> dict:
+    """Figures of a server of `benchmarks.serving`."""
+    times = {"first_token_p50_s": 0.25, "first_token_p99_s": 0.5, "token_p50_s": 0.004, "token_p99_s": 0.008}
+    return {"tokens_per_s": [tokens_per_s]} | {name: [value] for name, value in times.items()}
+
+
 CASE = rollout("120M bf16 b64", 400, hybrid=[2.0, 1.0, 4.0], hf=[8.0], vllm=[3.0])
 MODES = {"sequences": 4, "new_tokens": 10, "prompt_length": 5, "rounds": 1, "dtype": "f32"}
 RANK = {"seconds": {"rollout": 2.0, "train": 3.0}, "tokens": 50, "planned": 2**20, "measured": 2**21}
@@ -96,6 +102,16 @@ INVENTED = {
     "inference-b1": {
         "args": {"rows": 1, "prompt_len": 10, "new_tokens": 11, "shape": "120M", "dtype": "bf16"},
         "seconds": {"fused": {"prefill": [1.0], "decode": [2.0]}, "hf": {"prefill": [3.0], "decode": [10.0]}},
+    },
+    "serving-120M": {
+        "args": {"shape": "120M", "dtype": "bf16", "rows": 32},
+        "agents": [
+            {
+                "rate": 8.0,
+                "results": {name: latencies(rate) for name, rate in (("hybrid", 600.0), ("vllm", 400.0))},
+            }
+        ],
+        "overhead": {"rollout": [200.0, 100.0, 400.0], "endpoint": [150.0]},
     },
     "overhead": {
         "windows": [{"layers": 8, "modules": 9, "hooks": 7, "empty_ms": [3.0, 1.25], "gather_ms": [50.0]}],
@@ -176,6 +192,9 @@ def test_every_figure_is_that_of_the_files(root):
         "| streaming | 0.50 | 25.0% | 1 | 40 | 2.00 |",  # 80 tokens of both ranks in 2 s; the last way takes 4 s
         "| 7M, f32 | 80 | 40 | 0.50 | – | – |",
         "| 120M bf16, 1 × 10 | fused | 10 | 3.00 | 5 | 5.00 |",
+        "| 120M bf16 | 8 | this engine | 600 | 1.50 | 250 | 500 | 4.0 | 8.0 |",
+        "| 120M bf16 | 8 | `vllm serve` | 400 | 1.00 | 250 | 500 | 4.0 | 8.0 |",
+        "| 120M bf16, 32 rows | endpoint | 150 | 0.75 |",
         "| 8 layers, 9 modules, 7 hooks of DeepSpeed | 1.2 | 50.0 |",
         "| 7M, LoRA, merged | 3.0 | 2.0 | 1.50 |",
         "| rollout, tokens/s | 50.0 |",  # both ranks' 100 tokens in 2 s

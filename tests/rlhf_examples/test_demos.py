@@ -33,6 +33,7 @@ def test_the_demo_reaches_its_figures(tmp_path):
     assert summary["grpo_exact_match_before"] <= 0.3 and summary["grpo_exact_match_after"] >= 0.6
     for name in ("calculator", "guessing"):
         assert summary[f"{name}_reward_before"] < 0.3 and summary[f"{name}_reward_after"] >= 0.8, name
+    assert summary["openai_client_reward"] >= 0.7, "a program sees the model that the environment has trained"
     assert summary["tokens_per_second"] > 0 and summary["hf_tokens_per_second"] > 0
     assert (tmp_path / "report.html").stat().st_size > 100_000
 
