@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.results import Spread, quotient
 
+REWARD_EDGE = 10  # iterations of GRPO at the beginning and at the end whose rewards are compared
 EDGE = 5  # iterations of PPO at the beginning and at the end that are compared
 STANDARD_ERROR = "_stderr"  # suffix of figures that are the standard error, within a run, of another figure
 
@@ -266,16 +267,41 @@ def mean_and_error(values: list[float]) -> tuple[float, float]:
     return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
 
 
+def single_run(values: list[float]) -> tuple[float, float]:
+    """The range that a single run falls in: mean ± 2 standard deviations of runs."""
+    mean, spread = statistics.fmean(values), 2 * statistics.stdev(values)
+    return mean - spread, mean + spread
+
+
 def demo_seeds(result: dict[str, Any]) -> list[str]:
-    """The mean ± standard error over seeds of each figure of the summaries, and the value of each seed. Speeds are left
-    out: they differ by the machine's load."""
+    """Each figure of the summaries: mean ± standard error over seeds, the range of a single run, its standard error
+    over the held-out records, and the value of each seed. Speeds are left out: they differ by the machine's load."""
     summaries, rows = result["summaries"], []
     for name in next(iter(summaries.values())):
         if not name.endswith((STANDARD_ERROR, "_per_second")):
             values = [summary[name] for summary in summaries.values()]
             mean, error = mean_and_error(values)
-            rows.append([name, f"{number(mean)} ± {number(error, '.2g')}", *map(number, values)])
-    return table(["figure", "mean ± standard error", *(f"seed {seed}" for seed in summaries)], rows)
+            of_records = [summary[name + STANDARD_ERROR] for summary in summaries.values() if name + STANDARD_ERROR in summary]
+            within = number(statistics.fmean(of_records), ".2g") if of_records else None
+            low, high = map(number, single_run(values))
+            rows.append([name, f"{number(mean)} ± {number(error, '.2g')}", f"{low} to {high}", within, *map(number, values)])
+    heads = "figure", "mean ± standard error", "a single run", "standard error within it"
+    return table([*heads, *(f"seed {seed}" for seed in summaries)], rows)
+
+
+LEARNING = "trainer", f"reward, first {REWARD_EDGE}", f"reward, last {REWARD_EDGE}", "exact match, held out", "each seed"
+
+
+@with_head(*LEARNING)
+def trl_sums(result: dict[str, Any]) -> Iterator[list]:
+    """Each trainer's mean reward in its first and last iterations, and its held-out exact match: mean ± standard
+    deviation over seeds."""
+    for way, runs in result["ways"].items():
+        parts = slice(REWARD_EDGE), slice(-REWARD_EDGE, None)
+        edges = [[statistics.fmean(run["rewards"][part]) for run in runs] for part in parts]
+        matches = [run["exact_match"] for run in runs]
+        spreads = (f"{statistics.fmean(each):.3f} ± {statistics.stdev(each):.3f}" for each in (*edges, matches))
+        yield [way, *spreads, ", ".join(f"{match:.3f}" for match in matches)]
 
 
 def number(value: float, form: str = ".4g") -> str:
