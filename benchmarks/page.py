@@ -14,7 +14,6 @@ import difflib
 import json
 import re
 import shlex
-import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path

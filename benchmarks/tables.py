@@ -279,17 +279,24 @@ def demo_seeds(result: dict[str, Any]) -> list[str]:
     summaries, rows = result["summaries"], []
     for name in next(iter(summaries.values())):
         if not name.endswith((STANDARD_ERROR, "_per_second")):
-            values = [summary[name] for summary in summaries.values()]
+            values, errors = (
+                [summary.get(key) for summary in summaries.values()] for key in (name, name + STANDARD_ERROR)
+            )
             mean, error = mean_and_error(values)
-            of_records = [summary[name + STANDARD_ERROR] for summary in summaries.values() if name + STANDARD_ERROR in summary]
-            within = number(statistics.fmean(of_records), ".2g") if of_records else None
-            low, high = map(number, single_run(values))
-            rows.append([name, f"{number(mean)} ± {number(error, '.2g')}", f"{low} to {high}", within, *map(number, values)])
+            run = " to ".join(map(number, single_run(values)))
+            within = None if None in errors else number(statistics.fmean(errors), ".2g")
+            rows.append([name, f"{number(mean)} ± {number(error, '.2g')}", run, within, *map(number, values)])
     heads = "figure", "mean ± standard error", "a single run", "standard error within it"
     return table([*heads, *(f"seed {seed}" for seed in summaries)], rows)
 
 
-LEARNING = "trainer", f"reward, first {REWARD_EDGE}", f"reward, last {REWARD_EDGE}", "exact match, held out", "each seed"
+LEARNING = (
+    "trainer",
+    f"reward, first {REWARD_EDGE}",
+    f"reward, last {REWARD_EDGE}",
+    "exact match, held out",
+    "each seed",
+)
 
 
 @with_head(*LEARNING)

@@ -95,8 +95,8 @@ def preferences(split: str, seed: int = 0, size: int | None = None, label_noise:
 
 
 def arithmetic(split: str, seed: int = 0, size: int | None = None, wrong: float = WRONG) -> Records:
-    """Sums (`prompt`: "3 + 4 + 5 + 0 + 4 ="), their `answer`, and a supervised `completion`, which is too large by one in a
-    share of `wrong`.
+    """Sums (`prompt`: "3 + 4 + 5 + 0 + 4 ="), their `answer`, and a supervised `completion`, which is too large by one
+    in a share of `wrong`.
 
     A model supervised on them knows sums but seldom answers right, so that RL has something to improve. The test split
     has each of its sums once; the train split has none of them in any order.
