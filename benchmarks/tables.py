@@ -8,11 +8,12 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
+from itertools import pairwise, starmap
 from typing import Any
 
 from benchmarks.results import Spread, quotient
 
-REWARD_EDGE = 10  # iterations of GRPO at the beginning and at the end whose rewards are compared
+LAST_REWARDS = 10  # iterations of GRPO at the end whose rewards are averaged
 EDGE = 5  # iterations of PPO at the beginning and at the end that are compared
 STANDARD_ERROR = "_stderr"  # suffix of figures that are the standard error, within a run, of another figure
 
@@ -274,8 +275,9 @@ def single_run(values: list[float]) -> tuple[float, float]:
 
 
 def demo_seeds(result: dict[str, Any]) -> list[str]:
-    """Each figure of the summaries: mean ± standard error over seeds, the range of a single run, its standard error
-    over the held-out records, and the value of each seed. Speeds are left out: they differ by the machine's load."""
+    """Each figure of the summaries: mean ± standard error over seeds, how far from the mean a single run falls, its
+    standard error over the held-out records, and the value of each seed. Speeds are left out: they differ by the
+    machine's load."""
     summaries, rows = result["summaries"], []
     for name in next(iter(summaries.values())):
         if not name.endswith((STANDARD_ERROR, "_per_second")):
@@ -283,32 +285,29 @@ def demo_seeds(result: dict[str, Any]) -> list[str]:
                 [summary.get(key) for summary in summaries.values()] for key in (name, name + STANDARD_ERROR)
             )
             mean, error = mean_and_error(values)
-            run = " to ".join(map(number, single_run(values)))
+            run = f"± {number(single_run(values)[1] - mean, '.2g')}"
             within = None if None in errors else number(statistics.fmean(errors), ".2g")
             rows.append([name, f"{number(mean)} ± {number(error, '.2g')}", run, within, *map(number, values)])
-    heads = "figure", "mean ± standard error", "a single run", "standard error within it"
+    heads = "figure", "mean ± standard error", "a single run", "its standard error"
     return table([*heads, *(f"seed {seed}" for seed in summaries)], rows)
 
 
-LEARNING = (
-    "trainer",
-    f"reward, first {REWARD_EDGE}",
-    f"reward, last {REWARD_EDGE}",
-    "exact match, held out",
-    "each seed",
-)
-
-
-@with_head(*LEARNING)
-def trl_sums(result: dict[str, Any]) -> Iterator[list]:
-    """Each trainer's mean reward in its first and last iterations, and its held-out exact match: mean ± standard
-    deviation over seeds."""
-    for way, runs in result["ways"].items():
-        parts = slice(REWARD_EDGE), slice(-REWARD_EDGE, None)
-        edges = [[statistics.fmean(run["rewards"][part]) for run in runs] for part in parts]
+def trl_sums(result: dict[str, Any]) -> list[str]:
+    """Each trainer's mean reward in every quarter of its training and at the end, and its held-out exact match: mean ±
+    standard deviation over seeds."""
+    ways = result["ways"]
+    count = len(next(iter(ways.values()))[0]["rewards"])
+    quarters = [*pairwise(count * quarter // 4 for quarter in range(5))]
+    parts = [*starmap(slice, quarters), slice(-LAST_REWARDS, None)]
+    rows = []
+    for way, runs in ways.items():
+        rewards = [[statistics.fmean(run["rewards"][part]) for run in runs] for part in parts]
         matches = [run["exact_match"] for run in runs]
-        spreads = (f"{statistics.fmean(each):.3f} ± {statistics.stdev(each):.3f}" for each in (*edges, matches))
-        yield [way, *spreads, ", ".join(f"{match:.3f}" for match in matches)]
+        spreads = (f"{statistics.fmean(each):.3f} ± {statistics.stdev(each):.3f}" for each in (*rewards, matches))
+        rows.append([way, *spreads, ", ".join(f"{match:.3f}" for match in matches)])
+    titles = (f"reward {first + 1}–{last}" for first, last in quarters)
+    head = "trainer", *titles, f"last {LAST_REWARDS}", "held-out exact match", "of each seed"
+    return table(head, rows)
 
 
 def number(value: float, form: str = ".4g") -> str:
