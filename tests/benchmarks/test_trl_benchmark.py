@@ -44,10 +44,10 @@ def test_both_trainers_start_from_one_model_and_have_the_same_budget(tmp_path, m
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     demo = yaml.safe_load((ROOT / "configs" / "demo.yaml").read_text())
     demo["steps"]["sums"] |= {"max_steps": 20}
-    demo["steps"]["grpo"] |= {"num_iterations": 2, "actor_learning_rate": 0.0}
+    demo["steps"]["grpo"] |= {"num_iterations": 4, "actor_learning_rate": 0.0}
     demo["steps"]["exported"] |= {"eval_rows": 32, "eval_num_generations": 2}
     ways = trl_sums.run(0, demo, tmp_path)
-    assert [len(way["rewards"]) for way in ways.values()] == [2, 2]
+    assert [len(way["rewards"]) for way in ways.values()] == [4, 4]
     ours, theirs = ways[trl_sums.OURS], ways[trl_sums.TRL]
     assert ours["exact_match"] == theirs["exact_match"] and 0 < ours["standard_error"] < 0.2
     (_, _, first, second) = tables.trl_sums({"ways": {name: [way, way] for name, way in ways.items()}})
