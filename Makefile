@@ -44,7 +44,7 @@ help: ## list the targets
 demo: .venv/.installed ## supervised fine-tuning, reward model, PPO, GRPO with one turn and several: runs/demo/report.html (5 minutes)
 	$(LAUNCH) -m rlhf_examples.pipeline configs/demo.yaml --overwrite true
 
-demo-seeds: .venv/.installed ## the demo with seeds 0, 1 and 2: mean and standard error of its figures (20 minutes)
+demo-seeds: .venv/.installed ## the demo with seeds 0 to 3: mean and standard error of its figures, and the range of a single run (25 minutes)
 	$(CPU) $(BIN)/python -m benchmarks.demo_seeds
 
 docs: .venv/.installed ## the pages of docs/ as a site with search: site/index.html (10 seconds); a broken link is an error

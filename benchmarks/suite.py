@@ -115,7 +115,8 @@ RUNS = (
     Run("rollout_features-turns", "rollout_features", "turns", 3, 1),
     Run("rollout_features-partial", "rollout_features", "partial", 2, 1),
     Run("speculation", "speculation", "--shape 7M", 4, 1),
-    Run("demo_seeds", "demo_seeds", "", 18),
+    Run("demo_seeds", "demo_seeds", "", 24),
+    Run("trl_sums", "trl_sums", "", 12, needs="trl"),
     Run("stories", "stories", "--model {stories}", 12, needs=f"{STORIES}/config.json"),
 )
 
