@@ -1,4 +1,4 @@
-"""TRL's own GRPO beside ours on the demo's sums: rewards while training, and exact match on sums that neither has seen.
+"""TRL's GRPO and ours on the demo's sums: rewards during training, and exact match on held-out sums.
 
     python -m benchmarks.trl_sums
 

@@ -418,8 +418,8 @@ class ServingScheduler(Scheduler):
 
 
 class NativeServingScheduler(ServingScheduler, NativeScheduler):
-    """Decodes rows as they arrive by a model's own forward. Where its cache's rows cannot join others, those that
-    arrive wait until all running ones have ended.
+    """Decodes rows as they arrive, by the model's own forward. If its cache cannot add rows to a running batch, new
+    rows wait until the batch has ended.
 
     check: called with prompts, int64 [n] on the host, before they run.
     """
@@ -431,7 +431,7 @@ class NativeServingScheduler(ServingScheduler, NativeScheduler):
         self.check_prompt = check
 
     def fill_slots(self) -> None:
-        """As `ServingScheduler.fill_slots`, where a forward beside the running rows leaves their cache as it is."""
+        """Fill slots as `ServingScheduler` does, unless another forward would change the running rows' cache."""
         if not len(self.runner) or self.decoder.selects(self.runner.batches[-1].rows):
             super().fill_slots()
 

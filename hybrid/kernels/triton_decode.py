@@ -127,7 +127,7 @@ def advance(
     stop_token_ids: int64 [n].
     tokens: int64 [max_steps, capacity], and logps: float32 [4, max_steps, capacity], by step and sequence.
     seen: None, or uint8 [sequences, vocab], 1 for the tokens that a sequence has; rows may be strided.
-    state_slots: int32 [sequences], -1 for those that have ended: further steps do not write their recurrent states.
+    state_slots: int32 [sequences]; -1 for a sequence that has ended, so that later steps do not write its state.
     """
     (max_steps, capacity), device = tokens.shape, drawn.device
     require_contiguous(device, torch.int64, drawn, ids, new_positions, limits, stop_token_ids, tokens)

@@ -1,5 +1,5 @@
-"""What Triton kernels of recurrent mixers share: sequences and their states, and the convolution before a mixer, which
-is all of a short convolution.
+"""Shared parts of the Triton kernels of recurrent mixers: tables of states, and the causal convolution before a mixer.
+A short convolution consists of that convolution alone.
 
 States are read and written in place. A convolution's latest inputs are a ring: that of position p is entry p % width.
 So the programs of a decode step, several of which read the same channels, write an entry that none of them reads.

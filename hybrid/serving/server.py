@@ -177,7 +177,7 @@ class RequestTable:
     if it has no rows left; rows in slots then end, the others wait for the next turn.
 
     max_queue: the most samples that wait.
-    turn: the adapters of the rows that are decoded now; None: those that the server was opened with.
+    turn: adapters whose rows are being decoded; None: the server's own adapters.
     """
 
     def __init__(self, max_queue: int):

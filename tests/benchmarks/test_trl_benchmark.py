@@ -1,4 +1,4 @@
-"""The benchmarks beside TRL's trainer: every contender trains, and the tables have a row for each."""
+"""Benchmarks against TRL's trainer: every contender trains, and the tables have a row for each."""
 
 import importlib.util
 import re

@@ -129,7 +129,7 @@ def test_no_adapter_keeps_another_waiting(engine, slowly, short_turns):  # noqa:
             return between, seconds
 
     between, _ = asyncio.run(main())
-    assert between <= 6, "those that ran, and those that came meanwhile"
+    assert between <= 6, "rows that were running, and rows that arrived meanwhile"
 
 
 def test_a_request_that_waits_for_its_turn_can_be_aborted(engine, slowly):  # noqa: F811

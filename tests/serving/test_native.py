@@ -1,6 +1,6 @@
 """Servers of models that run in their own layers. The oracle is `engine.rollout` with the same keys.
 
-Such a forward gives a row other last bits beside other rows: tokens are equal, logprobs within rounding.
+In such a forward the last bits of a row depend on the batch: tokens are equal, logprobs equal within rounding.
 """
 
 import asyncio
