@@ -126,12 +126,13 @@ def serve(
     """Serve a model to OpenAI's clients until it is interrupted."""
     try:
         check_address(host, api_key or None)
+        adapters = adapter_paths(lora_modules or [])
         config = configuration(model)
         context = getattr(config, "max_position_embeddings", None) or DEFAULT_MODEL_LEN
         length = max_model_len or min(context, DEFAULT_MODEL_LEN)
         tokenizer = AutoTokenizer.from_pretrained(model)
         weights = getattr(torch, dtype)
-        module = with_adapters(AutoModelForCausalLM.from_pretrained(model, dtype=weights), lora_modules or [])
+        module = with_adapters(AutoModelForCausalLM.from_pretrained(model, dtype=weights), adapters)
         engine = init_inference(module, dtype=weights, kernel_inject=True, max_out_tokens=length)
         name = model_name or model
         with (
@@ -147,13 +148,21 @@ def serve(
         fail(str(error))
 
 
-def with_adapters(model: PreTrainedModel, lora_modules: list[str]) -> torch.nn.Module:
-    """Return the model with adapters, NAME=PATH each, none of them active. Raises ValueError for another text."""
-    adapted: PeftModel | None = None
+def adapter_paths(lora_modules: list[str]) -> dict[str, str]:
+    """Return the paths of adapters by name, given as NAME=PATH each. Raises ValueError for another text."""
+    paths = {}
     for given in lora_modules:
         name, _, path = given.partition("=")
         if not name or not path:
             raise ValueError(f"--lora-modules: {given!r} given; it must be NAME=PATH of an adapter")
+        paths[name] = path
+    return paths
+
+
+def with_adapters(model: PreTrainedModel, paths: dict[str, str]) -> torch.nn.Module:
+    """Return the model with adapters, by name, none of them active."""
+    adapted: PeftModel | None = None
+    for name, path in paths.items():
         if adapted is None:
             adapted = PeftModel.from_pretrained(model, path, adapter_name=name)
         else:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from hybrid.__main__ import app
 from hybrid.cli import doctor
-from hybrid.cli.commands import bytes_of, with_adapters
+from hybrid.cli.commands import adapter_paths, bytes_of
 from hybrid.cli.doctor import size_text
 from tests.rlhf_examples.chat_models import chat_model
 from tests.tiny_models import FAMILIES, VOCABULARY
@@ -420,7 +420,7 @@ def adapters_of(model, folder: Path, *names: str) -> dict[str, Path]:
 
 def test_what_is_no_adapter_is_said():
     with pytest.raises(ValueError, match="--lora-modules: 'sql' given; it must be NAME=PATH of an adapter"):
-        with_adapters(AutoModelForCausalLM, ["sql"])
+        adapter_paths(["sql"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
