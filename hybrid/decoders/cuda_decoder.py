@@ -489,8 +489,10 @@ class CudaDecoder(TorchDecoder):
         blocks = LayerBlocks(kv.keys[index], kv.values[index], addresses)
         attention = self.graphed_attention if step.graphed else self.attention
         read = attention.attend(step.decoding, q, blocks, batch, layer.window, None, None, q_rope)
-        values = torch.bmm(read.transpose(0, 1), value_up.transpose(1, 2))
-        return self._linear(block, "o", values.transpose(0, 1).flatten(1))
+        values = x.new_empty(*read.shape[:2], spec.value_dim)
+        # Written by rows, so that no copy follows.
+        torch.bmm(read.transpose(0, 1), value_up.transpose(1, 2), out=values.transpose(0, 1))
+        return self._linear(block, "o", values.flatten(1))
 
     def _latent_normed(self, block: Tensors, role: str, x: torch.Tensor) -> torch.Tensor:
         spec, weight = self.spec, block[f"{role}.weight"]
