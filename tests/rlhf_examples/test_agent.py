@@ -116,7 +116,10 @@ def check_programs_without_requests(directory: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.actor_model_name_or_path)
     own, greedy = rows_of(TALK.records("train", size=2)), replace(sampling(args, seed=0), temperature=0.0)
     actor.policy.eval()
-    for program, reason in ((refuse, "KeyError: 'my own mistake'"), (ask_nothing, "it sent no request to its base_url")):
+    for program, reason in (
+        (refuse, "KeyError: 'my own mistake'"),
+        (ask_nothing, "it sent no request to its base_url"),
+    ):
         with pytest.raises(ValueError, match=f"harness: a program ended before its first completion: {reason}"):
             HarnessGames(None, tokenizer, args, program).play(actor.policy, own, greedy, 1)
     actor.destroy()
