@@ -24,14 +24,12 @@ class ForwardMemory:
         return self.logits + self.activations + self.graphs
 
 
-def forward_memory(decoder: AnyDecoder, rows: int, tokens: int, num_logits: int | None = None) -> ForwardMemory:
+def forward_memory(decoder: AnyDecoder, rows: int, tokens: int) -> ForwardMemory:
     """Return what a decoder's forwards take.
 
-    rows: decoded in one batch, those of other ranks included.  tokens: of each.  num_logits: of a row on this rank;
-        None: as many as the decoder has.
+    rows: decoded in one batch, those of other ranks included.  tokens: of each.
     """
-    if num_logits is None:
-        num_logits = decoder.spec.vocab_size if decoder.vocabulary is None else decoder.vocabulary.width
+    num_logits = decoder.spec.vocab_size if decoder.vocabulary is None else decoder.vocabulary.width
     is_streamed = isinstance(decoder, StreamedDecoder)
     whole: WholeDecoder = decoder.inner if is_streamed else decoder  # type: ignore[assignment]
     at_once = max(min(rows * tokens, decoder.prefill_tokens), sum(checked_lengths(whole)))

@@ -238,20 +238,18 @@ def need_of(
         extra = rollout.prefix_cache_bytes if caches else 0
         kv = min(kv + extra, rollout.kv_cache_bytes or kv + extra)
         ranks = 1 if decoder is None or decoder.group is None else mode.tp_size  # that decode one batch
-        width = -(-vocabulary // ranks)
+        logits = logit_rows(decoder, ranks * max(rows, 1), tokens) * -(-vocabulary // ranks) * 4
+        held = at_rest, gather_bytes, snapshot_bytes, copies, kv
         if decoder is None:
             # Of the model's own layers, approximately: four times the hidden size (the residual stream, its norm, the
             # attention output, a float32 copy) and three times the MLP's inner size. The head's logits are made after
             # these temporaries are freed.
-            logits = logit_rows(None, max(rows, 1), tokens) * width * 4
             hidden = info.size("hidden_size")
             width = 4 * hidden + 3 * (info.size("intermediate_size") or 4 * hidden)
             activations = max(rows * tokens * width * next(info.model.parameters()).element_size() - logits, 0)
-            return Need(at_rest, gather_bytes, snapshot_bytes, copies, kv, logits, activations)
-        memory = forward_memory(decoder, ranks * rows, tokens, width)
-        graphs = 0 if mode.streaming else memory.graphs
-        held = at_rest, gather_bytes, snapshot_bytes, copies, kv
-        return Need(*held, memory.logits, memory.activations, graphs)
+            return Need(*held, logits, activations)
+        memory = forward_memory(decoder, ranks * rows, tokens)
+        return Need(*held, logits, memory.activations, 0 if mode.streaming else memory.graphs)
 
     return need
 

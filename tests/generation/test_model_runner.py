@@ -1,6 +1,7 @@
 """Block tables, updated in place: correct as rows grow and finish, with only new blocks written."""
 
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -99,7 +100,7 @@ def test_a_step_writes_only_new_blocks_to_the_table(monkeypatch):
 class Pinned(torch.Tensor):
     """Pinned memory of a machine with a device: its copies to the device are recorded."""
 
-    copies: list[tuple[object, bool]] = []
+    copies: ClassVar[list[tuple[object, bool]]] = []
 
     def to(self, device, non_blocking=False):
         self.copies.append((device, non_blocking))

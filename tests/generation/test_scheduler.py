@@ -329,7 +329,7 @@ def test_rows_wait_where_free_memory_is_short():
     request = request_of(MIXTURE)
     most, block_bytes = run_scheduler(request)[2].max_used, 2 * BLOCK_SIZE * 8
     forwards = forward_memory(PagedMock(), len(MIXTURE), request.longest).total
-    actual, decoder, block_pool = run_scheduler(request, free_bytes=forwards + 12 * block_bytes)
+    actual, _, block_pool = run_scheduler(request, free_bytes=forwards + 12 * block_bytes)
     require_same(actual, expected(request))
     assert block_pool.max_used <= 9 < most and block_pool.peak_bytes == 10 * block_bytes
 

@@ -85,7 +85,7 @@ def test_a_capture_after_all_graphs_are_gone_gets_a_new_pool(monkeypatch):
 
 
 def test_warm_ups_allocate_from_the_graphs_pool(monkeypatch):
-    """Else the allocator keeps what they freed for the capture's stream alone, beside the pool, and no plan counts it."""
+    """Else the allocator keeps what they freed for the capture's stream alone, which no plan counts."""
     recorded, pools = RecordedCapture(monkeypatch), []
     graphs = Graphs(capture=recorded)
     for key in ("first", "second"):
