@@ -75,7 +75,7 @@ class DeviceCapture:
                     run()
             torch.cuda.synchronize()
             # Other threads may call CUDA during the capture: data loaders that pin memory, NCCL's watchdog.
-            graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")  # type: ignore[arg-type]  # torch names the tuple
             try:
                 run()
             except BaseException:
