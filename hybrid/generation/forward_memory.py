@@ -29,11 +29,11 @@ def forward_memory(decoder: AnyDecoder, rows: int, tokens: int) -> ForwardMemory
 
     rows: decoded in one batch, those of other ranks included.  tokens: of each.
     """
-    num_logits = decoder.spec.vocab_size if decoder.vocabulary is None else decoder.vocabulary.width
-    is_streamed = isinstance(decoder, StreamedDecoder)
-    whole: WholeDecoder = decoder.inner if is_streamed else decoder  # type: ignore[assignment]
+    whole = decoder.inner if isinstance(decoder, StreamedDecoder) else decoder
+    vocabulary = decoder.vocabulary  # a rank's slice
+    num_logits = decoder.spec.vocab_size if vocabulary is None else vocabulary.width
     at_once = max(min(rows * tokens, decoder.prefill_tokens), sum(checked_lengths(whole)))
-    graphs = whole.loop_bytes(rows, tokens) if rows and not is_streamed else 0
+    graphs = whole.loop_bytes(rows, tokens) if rows and whole is decoder else 0
     logits = logit_rows(whole, max(rows, 1), tokens) * num_logits * 4
     return ForwardMemory(logits, whole.activation_bytes(at_once), graphs)
 
