@@ -211,7 +211,7 @@ def test_what_is_not_covered_is_refused(monkeypatch):
         "recurrent layers are not known .* use false": refusal("lfm2"),
         "latent attention .* use false": refusal("deepseek_v3"),
         "int8 .* weight_dtype=model": refusal("llama", weight_dtype="int8"),
-        "sums over ranks .* inference_tp_size=1": refusal("llama", HybridEngineConfig(inference_tp_size="auto")),
+        "sums over ranks .*inference_tp_size=1": refusal("llama", HybridEngineConfig(inference_tp_size="auto")),
         "FlashInfer's .* attention_backend=triton": refusal("llama", attention_backend="auto"),
         "differ in their heads.* use false": refusal("gemma4_text"),
     }.items():
