@@ -59,6 +59,6 @@ def whole_decoder(
 
         if int8:
             return Int8CudaDecoder(*reads, max_capture_size, copies=copies, flashinfer=flashinfer)
-        more = {"copies": copies, "flashinfer": flashinfer, "batch_invariant": batch_invariant}
-        return CudaDecoder(*reads, max_capture_size, lora_deltas=weights.lora_deltas, **more)
+        choices = max_capture_size, None, weights.lora_deltas, copies, flashinfer, batch_invariant
+        return CudaDecoder(*reads, *choices)
     return Int8Decoder(*reads) if int8 else TorchDecoder(*reads, weights.lora_deltas, copies)
