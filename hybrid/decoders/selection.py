@@ -59,6 +59,12 @@ def whole_decoder(
 
         if int8:
             return Int8CudaDecoder(*reads, max_capture_size, copies=copies, flashinfer=flashinfer)
-        choices = max_capture_size, None, weights.lora_deltas, copies, flashinfer, batch_invariant
-        return CudaDecoder(*reads, *choices)
+        return CudaDecoder(
+            *reads,
+            max_capture_size,
+            lora_deltas=weights.lora_deltas,
+            copies=copies,
+            flashinfer=flashinfer,
+            batch_invariant=batch_invariant,
+        )
     return Int8Decoder(*reads) if int8 else TorchDecoder(*reads, weights.lora_deltas, copies)
