@@ -148,6 +148,9 @@ class RolloutConfig(Block):
         extra `flashinfer`), in prefill, and in decode steps that are not CUDA graphs; "auto", FlashInfer where it is
         installed and has what the model needs, else ours. "flashinfer" raises ValueError where "auto" takes ours. The
         default is "triton" because the two have not been compared on a device.
+    batch_invariant: on GPUs, give a token's logits the same bits in any batch, in decode steps, prefill and `score()`:
+        products of matrices and attention sum in an order that does not depend on the rows, which is slower. On CPUs
+        the fused decoder always does, and it changes nothing. Refused where only other kernels run.
     speculation: a block with `ngram`, `history` and `max_draft`: steps draft several tokens of a row and verify them,
         where that is measured to be faster; the same tokens and logprobs as without. None: one token of a row in a
         step.
@@ -177,6 +180,7 @@ class RolloutConfig(Block):
     offload_states: bool = False
     weight_dtype: Literal["model", "int8"] = "model"
     attention_backend: Literal["auto", "triton", "flashinfer"] = "triton"
+    batch_invariant: bool = False
     speculation: SpeculationConfig | None = None
     return_router_indices: bool = False
     wait_report_s: float | None = Field(10, gt=0)

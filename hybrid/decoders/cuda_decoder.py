@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch.nn import functional as F
 
 from hybrid.decoders.attention_choice import attention_settings
 from hybrid.decoders.batch import BLOCK_SIZE, LayerActivations, PackedBatch, PagedKV
@@ -41,6 +42,7 @@ from hybrid.kernels.triton_fused import (
 )
 from hybrid.kernels.triton_int8 import int8_linear
 from hybrid.kernels.triton_latent import latent_and_rope
+from hybrid.kernels.triton_linear import invariant_linear
 from hybrid.kernels.triton_mamba2 import mamba2
 from hybrid.kernels.triton_recurrent import KernelLayer, StateTables, short_conv
 from hybrid.models.spec import NO_MIXER, XIELU, DecoderLayout, ParamRef
@@ -120,6 +122,8 @@ class CudaDecoder(TorchDecoder):
     capture: as in Graphs.
     flashinfer: whether FlashInfer computes the attention of prefill, and of decode steps that are not graphs. Its plan
         of each forward waits for the device.
+    batch_invariant: whether a token's logits have the same bits in any batch, in prefill and in decode steps. Not for
+        recurrent layers, latent attention, FlashInfer, and slices of ranks.
     """
 
     # A longer context has more than two tiles, which attention divides if the batch leaves multiprocessors idle.
@@ -141,10 +145,15 @@ class CudaDecoder(TorchDecoder):
         lora_deltas: Callable[[ParamRef], list[LowRank]] = no_lora_deltas,
         copies: Copies | None = None,
         flashinfer: bool = False,
+        batch_invariant: bool = False,
     ):
         super().__init__(layout, weights, dtype, lora_deltas, copies)
+        varies = flashinfer or self.spec.is_recurrent or self.spec.latent_dim or self.group is not None
+        assert not (batch_invariant and varies), "its kernels choose their sums by the batch"
+        self.batch_invariant = batch_invariant
         self.make_attention: Callable[[AttentionSettings, torch.device], AttentionBackend]
-        self.make_attention = FlashInferAttention if flashinfer else TritonAttention
+        self.triton_attention = partial(TritonAttention, batch_invariant=batch_invariant)
+        self.make_attention = FlashInferAttention if flashinfer else self.triton_attention
         self.attention: AttentionBackend | None = None
         self.graphed_attention: TritonAttention | None = None  # of decode steps that are graphs
         self.max_capture_size, self.capture_sizes = max_capture_size, capture_sizes(max_capture_size)
@@ -381,7 +390,7 @@ class CudaDecoder(TorchDecoder):
                 self.factors = self.spec.recurrent.factors(self.dtype, self.device)
             self.experts_address, self.hidden_address = torch.zeros(2, 1, dtype=torch.int64, device=self.device)
             arguments = attention_settings(self.spec, self.dtype), self.device
-            self.attention, self.graphed_attention = self.make_attention(*arguments), TritonAttention(*arguments)
+            self.attention, self.graphed_attention = self.make_attention(*arguments), self.triton_attention(*arguments)
         self.kv_table.copy_(kv_addresses(kv.keys, kv.values))
         if kv.states:
             self.state_table.copy_(state_addresses(kv.states, len(kv.keys)))
@@ -526,8 +535,11 @@ class CudaDecoder(TorchDecoder):
         first_expert = None if len(gate_up) == self.spec.num_experts else self.first_expert
         activation = self._gated if self.spec.gated else partial(self._activated, block)
         matrices = gate_up, down, gate_up_bias, down_bias
-        output = mixture(x, weights, chosen, *matrices, activation, first_expert)
+        output = mixture(x, weights, chosen, *matrices, activation, first_expert, self.batch_invariant)
         return self._linear(block, "latent_out", output) if is_latent else output
+
+    def _matmul(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return (invariant_linear if self.batch_invariant else F.linear)(x, weight, bias)
 
     @property
     def _activation(self) -> str:

@@ -8,6 +8,7 @@ import torch
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.modules import native_adapter
 from hybrid.models.quantized import narrow_reason
+from hybrid.models.spec import DecoderSpec
 from hybrid.runtime.parallel import rank
 
 DECODER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,6 +33,17 @@ def no_decoder_reason(info: ModelInfo, embedding: Callable[[], torch.Tensor]) ->
         )
     if reason := narrow_reason(info.model):
         return f"{reason} (load the model in bnb_4bit_compute_dtype, or set that to the model's dtype; {NO_WARNING})"
+    return ""
+
+
+def no_triton_reason(spec: DecoderSpec, dtype: torch.dtype) -> str:
+    """Return what a decoder in `dtype` lacks Triton kernels for; "" if it has all."""
+    if spec.varies_by_layer:
+        return "layers that differ in their heads, or have inputs of their own, have no kernels for GPUs yet"
+    if spec.value_dim and not spec.latent_dim:
+        return "values of another size than keys have no kernels for GPUs yet"
+    if spec.residual_float32 and dtype != torch.float32:
+        return "a residual stream in float32 has no kernels for GPUs yet"
     return ""
 
 

@@ -12,7 +12,7 @@ from hybrid.decoders.attention_choice import AttentionChoice, choose_attention
 from hybrid.decoders.batch import KVWeights, state_bytes
 from hybrid.decoders.cpu_decoder import CpuDecoder, Workspace
 from hybrid.decoders.decoder_weights import DecoderWeights, MetaWeights
-from hybrid.decoders.fallback import NO_WARNING, FallbackReasons, no_decoder_reason
+from hybrid.decoders.fallback import NO_WARNING, FallbackReasons, no_decoder_reason, no_triton_reason
 from hybrid.decoders.foreign_code import ForeignForwards, UserHooks
 from hybrid.decoders.selection import (
     CPU_KERNELS,
@@ -69,7 +69,8 @@ class FusedModel:
     records_experts: whether forwards record the experts of each token, in `PagedKV.router_indices`.
     keeps_hidden_states: whether they keep the last layer's outputs, in `PagedKV.hidden_states`.
     trusts_forwards: whether forwards of unknown code are compared by the self-check alone.
-    Each engine sets a few of the thirteen arguments. The fields are these, and the state of binding and self-check.
+    batch_invariant: as CudaDecoder's.
+    Each engine sets a few of the fourteen arguments. The fields are these, and the state of binding and self-check.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class FusedModel:
         records_experts: bool = False,
         keeps_hidden_states: bool = False,
         trusts_forwards: bool = False,
+        batch_invariant: bool = False,
     ):
         self.info, self.snapshot = info, snapshot
         self.layout = snapshot.layout if isinstance(snapshot, Int8Copy) else info.layout
@@ -107,6 +109,7 @@ class FusedModel:
         self.group = group
         self.max_capture_size, self.workspace = max_capture_size, Workspace()
         self.attention_backend, self.records_experts = attention_backend, records_experts
+        self.batch_invariant = batch_invariant
         # Of a recurrent model no prefix is found whose hidden states could be read.
         self.keeps_hidden_states = keeps_hidden_states and not (self.layout and self.layout.spec.is_recurrent)
         self.remark = ""  # why it is not what the settings ask for, at the end of `description`
@@ -123,12 +126,8 @@ class FusedModel:
             reason = spec.recurrent_reason("are not sliced over ranks")
         elif spec.is_recurrent and self._int8_weights():
             reason = spec.recurrent_reason("are not tried over int8 weights")
-        elif self.on_triton and spec.varies_by_layer:
-            reason = "layers that differ in their heads, or have inputs of their own, have no kernels for GPUs yet"
-        elif self.on_triton and spec.value_dim and not spec.latent_dim:
-            reason = "values of another size than keys have no kernels for GPUs yet"
-        elif self.on_triton and spec.residual_float32 and self.blank.embedding().dtype != torch.float32:
-            reason = "a residual stream in float32 has no kernels for GPUs yet"
+        elif self.on_triton and (lack := no_triton_reason(spec, self.blank.embedding().dtype)):
+            reason = lack
         elif spec.per_layer_input_size and self.stream is not None:
             reason = "per-layer inputs are made of weights outside the layers, which are not streamed with them"
         return reason and f"{reason} ({NO_WARNING})"
@@ -303,7 +302,8 @@ class FusedModel:
     ) -> WholeDecoder:
         int8 = self._int8_weights()
         flashinfer = self.on_triton and self.attention.flashinfer
-        decoder = whole_decoder(layout, weights, int8, self.max_capture_size, self.workspace, copies, flashinfer)
+        choices = self.max_capture_size, self.workspace, copies, flashinfer, self.batch_invariant
+        decoder = whole_decoder(layout, weights, int8, *choices)
         decoder.records_experts, decoder.keeps_hidden_states = self.records_experts, self.keeps_hidden_states
         return decoder
 

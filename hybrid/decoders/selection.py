@@ -43,10 +43,11 @@ def whole_decoder(
     workspace: Workspace,
     copies: Copies | None = None,
     flashinfer: bool = False,
+    batch_invariant: bool = False,
 ) -> WholeDecoder:
     """Return a decoder in the embedding's dtype, over whole weights, on the kernels that `kernels_for` selects.
 
-    int8: the model's int8 weights.  max_capture_size, flashinfer: as CudaDecoder's.
+    int8: the model's int8 weights.  max_capture_size, flashinfer, batch_invariant: as CudaDecoder's.
     workspace, copies: as CpuDecoder's.
     """
     embedding = weights.embedding()
@@ -59,6 +60,11 @@ def whole_decoder(
         if int8:
             return Int8CudaDecoder(*reads, max_capture_size, copies=copies, flashinfer=flashinfer)
         return CudaDecoder(
-            *reads, max_capture_size, lora_deltas=weights.lora_deltas, copies=copies, flashinfer=flashinfer
+            *reads,
+            max_capture_size,
+            lora_deltas=weights.lora_deltas,
+            copies=copies,
+            flashinfer=flashinfer,
+            batch_invariant=batch_invariant,
         )
     return Int8Decoder(*reads) if int8 else TorchDecoder(*reads, weights.lora_deltas, copies)

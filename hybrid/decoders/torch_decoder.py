@@ -839,8 +839,11 @@ class TorchDecoder(WholeDecoder):
         return torch_ops.rms_norm(x, weight, spec.norm_eps, spec.norm_offset, spec.norm_float32).to(self.dtype)
 
     def _linear(self, tensors: Tensors, role: str, x: torch.Tensor) -> torch.Tensor:
-        out = F.linear(x, tensors[f"{role}.weight"], tensors.get(f"{role}.bias"))
+        out = self._matmul(x, tensors[f"{role}.weight"], tensors.get(f"{role}.bias"))
         for delta in tensors.lora_deltas.get(role, ()):  # rounded where PEFT's forward rounds (0.21)
             columns = out[:, delta.first : delta.first + len(delta.b)]
-            columns += F.linear(F.linear(x.to(delta.a.dtype), delta.a), delta.b) * delta.scale
+            columns += self._matmul(self._matmul(x.to(delta.a.dtype), delta.a), delta.b) * delta.scale
         return out
+
+    def _matmul(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x, weight, bias)

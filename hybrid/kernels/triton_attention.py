@@ -681,9 +681,15 @@ def prefill_attention(
 
 
 class TritonAttention:
-    """An AttentionBackend on the kernels of this file. It has every feature, needs no plan and runs in CUDA graphs."""
+    """An AttentionBackend on the kernels of this file. It has every feature, needs no plan and runs in CUDA graphs.
 
-    def __init__(self, settings: AttentionSettings, device: torch.device):
+    batch_invariant: decode steps run prefill's kernel, each with one new token of a sequence. It reads keys by tiles
+        that begin at multiples of their size, in their order; a tile that a query does not see changes nothing. So a
+        token's bits depend on its context alone. Contexts are not divided: few sequences leave multiprocessors idle.
+    """
+
+    def __init__(self, settings: AttentionSettings, device: torch.device, batch_invariant: bool = False):
+        self.batch_invariant = batch_invariant
         self.settings, latent_dim = settings, settings.latent_dim
         group = settings.num_heads // max(settings.num_kv_heads, 1)  # a model may have no attention
         group = heads_of_program(settings.num_heads, settings.dtype) if latent_dim else group
@@ -704,6 +710,6 @@ class TritonAttention:
         q_rope: torch.Tensor | None = None,
     ) -> torch.Tensor:
         features = self.settings.scale, self.settings.softcap, window, bias, self.settings.rounded, sinks, q_rope
-        if decoding:
+        if decoding and not self.batch_invariant:
             return decode_attention(q, kv.addresses, batch.lengths, batch.block_tables, self.workspace, *features)
         return prefill_attention(q, kv.addresses, batch.cu_seqlens, batch.lengths, batch.block_tables, *features)

@@ -1,6 +1,7 @@
 """A mixture of experts in Triton: a grouped matrix product, without synchronising with the device."""
 
 from collections.abc import Callable
+from functools import reduce
 
 import torch
 import triton
@@ -59,12 +60,18 @@ def _grouped_linear_kernel(
 
 
 def grouped_linear(
-    x: torch.Tensor, weight: torch.Tensor, order: torch.Tensor, starts: torch.Tensor, per_row: int
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    order: torch.Tensor,
+    starts: torch.Tensor,
+    per_row: int,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """x[i // per_row] @ weight[group of i].T for every item i, in x's dtype [items, outputs]; sums in float32.
 
     x [rows, inputs], rows may be strided; weight [groups, outputs, inputs], any strides; order int32 [items]: items
     sorted by group; starts int32 [groups + 1]: start of each group in `order`, and the end.
+    batch_invariant: whether the bits of an item depend on its row and its group's weight alone.
     """
     require_contiguous(x.device, torch.int32, order, starts)
     assert weight.dtype == x.dtype and weight.device == x.device, f"weights are {weight.dtype}, their inputs {x.dtype}"
@@ -72,7 +79,7 @@ def grouped_linear(
     items, (groups, outputs, inputs) = len(order), weight.shape
     out = torch.empty((items, outputs), dtype=x.dtype, device=x.device)
     full = x.dtype.itemsize == 4
-    block = 64 if items > 32 * groups and not full else 16
+    block = 64 if (batch_invariant or items > 32 * groups) and not full else 16
     grid = (items // block + groups, triton.cdiv(outputs, BLOCK_OUT))
     strides = (x.stride(0), *weight.stride())
     blocks = {"PER_ROW": per_row, "BLOCK": block, "BLOCK_OUT": BLOCK_OUT, "BLOCK_IN": 16 if full else 64}
@@ -124,6 +131,7 @@ def mixture(
     down_bias: torch.Tensor | None,
     activation: Callable[[torch.Tensor], torch.Tensor],
     first_expert: int | None = None,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """`hybrid.kernels.torch_ops.mixture`, with the same rounding.  [tokens, hidden], x's dtype
 
@@ -133,6 +141,7 @@ def mixture(
     activation: [items, rows of `gate_up`], gate before up if the experts have gates, to [items, inner].
     first_expert: the index in `chosen` of the first of these experts, where other ranks have the others; None: these
         are all.
+    batch_invariant: whether the bits of a token depend on that token alone.
     """
     expert, per_token = chosen.flatten(), chosen.shape[1]
     if first_expert is not None:
@@ -144,13 +153,14 @@ def mixture(
     experts = torch.arange(len(gate_up) + 1, device=x.device)
     starts = torch.searchsorted(expert[order], experts).int()  # index of each expert's first item, and the end
     order = order.int()
-    items = grouped_linear(x, gate_up, order, starts, per_token)
+    items = grouped_linear(x, gate_up, order, starts, per_token, batch_invariant)
     if gate_up_bias is not None:
         items += gate_up_bias[of_bias, :, 0]
-    out = grouped_linear(activation(items), down, order, starts, 1)
+    out = grouped_linear(activation(items), down, order, starts, 1, batch_invariant)
     if down_bias is not None:
         out += down_bias[of_bias, :, 0]
     if first_expert is not None:
         out.masked_fill_(~is_local[:, None], 0)
     out = out.unflatten(0, (-1, per_token))
-    return (out * weights[..., None]).float().sum(1).to(x.dtype)
+    out = (out * weights[..., None]).float()
+    return (reduce(torch.add, out.unbind(1)) if batch_invariant else out.sum(1)).to(x.dtype)

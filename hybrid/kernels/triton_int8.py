@@ -85,6 +85,16 @@ def _sum_splits_kernel(sums, bias, out, size, outputs, splits, HAS_BIAS: tl.cons
     tl.store(out + place, total, mask=live)
 
 
+def sum_splits(sums: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """Write the sum of the splits, in their order, and the bias to `out` [rows, outputs], and return it.  sums: float32
+    [splits, rows, outputs]"""
+    size, block = out.numel(), 1024
+    _sum_splits_kernel[(triton.cdiv(size, block),)](
+        sums, sums if bias is None else bias, out, size, out.shape[1], len(sums), bias is not None, BLOCK=block
+    )
+    return out
+
+
 def int8_linear(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -120,9 +130,4 @@ def int8_linear(
     _int8_linear_kernel[(*grid, splits)](
         *tensors, sums, *sizes, GROUPS=groups, HAS_BIAS=has_bias and splits == 1, **blocks
     )
-    if splits > 1:
-        places = 1024
-        _sum_splits_kernel[(triton.cdiv(out.numel(), places),)](
-            sums, tensors[3], out, out.numel(), outputs, splits, HAS_BIAS=has_bias, BLOCK=places
-        )
-    return out
+    return sum_splits(sums, bias, out) if splits > 1 else out

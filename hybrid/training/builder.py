@@ -198,6 +198,7 @@ class Builder:
             records_experts=self.rollout.return_router_indices,
             keeps_hidden_states=self.rollout.cache_hidden_states,
             trusts_forwards=self.rollout.trust_forward,
+            batch_invariant=self.rollout.batch_invariant,
         )
 
     def _joined(self) -> list[tuple[ParamRef, ...]]:

@@ -51,7 +51,7 @@ from hybrid.serving.server import Server
 from hybrid.training.builder import Builder
 from hybrid.training.deepspeed_api import DeepSpeedMethods
 from hybrid.training.inference_runtime import InferenceRuntime
-from hybrid.training.invalid_settings import invalid_attention, invalid_for_model, invalid_sharing
+from hybrid.training.invalid_settings import invalid_attention, invalid_for_model, invalid_invariance, invalid_sharing
 from hybrid.training.logps import FORWARDS, Logps, TokenLoss, TokenLosses, TrainingForwards
 from hybrid.training.memory_plan import MemoryPlan, MemoryPlanner
 from hybrid.training.packed_forwards import target_tokens
@@ -114,6 +114,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
             partial(training_hooks, self),
         )
         check_settings(invalid_attention(self._builder.info, self._rollout_settings))
+        check_settings(invalid_invariance(self._builder.info, *blocks))
         self._planner = MemoryPlanner(self._builder)
         self._generator = self._make_generator()
         inner = getattr(self, "basic_optimizer", None)  # inside DeepSpeed's

@@ -1,6 +1,6 @@
 """The training engine's table of invalid settings: they contradict each other, the model, the ranks or the device.
 
-Rows are checked in seven places, as soon as what they need is known; each yields its rows in the order of the checks.
+Rows are checked in eight places, as soon as what they need is known; each yields its rows in the order of the checks.
 """
 
 from collections.abc import Iterator
@@ -12,6 +12,8 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from hybrid.config import HybridEngineConfig, InvalidSetting, RolloutConfig, unsupported
 from hybrid.decoders.attention_choice import choose_attention
+from hybrid.decoders.fallback import no_triton_reason
+from hybrid.decoders.selection import TRITON, kernels_for
 from hybrid.execution.deepspeed_moe import expert_layers
 from hybrid.generation.routing import routers_of
 from hybrid.models.model_info import ModelInfo
@@ -188,6 +190,33 @@ def invalid_attention(info: ModelInfo, rollout: RolloutConfig) -> Iterator[Inval
     weight = next(info.model.parameters())
     reason = choose_attention(value, info.layout.spec, weight.dtype, weight.device).reason
     yield InvalidSetting(reason != "", key, value, f"{reason}; {remedy}")
+
+
+def invalid_invariance(
+    info: ModelInfo, settings: HybridEngineConfig, rollout: RolloutConfig
+) -> Iterator[InvalidSetting]:
+    """Yield the rows of `rollout.batch_invariant` for a model, in its dtype and on its device."""
+    if not rollout.batch_invariant:
+        return
+    key, value, weight = "rollout.batch_invariant", True, next(info.model.parameters())
+    yield from without_decoder(info, rollout, key, value, "are batch invariant", "use false")
+    if weight.device.type == "cpu":
+        return
+    assert info.layout is not None, "invalid without a decoder"
+    spec, kind = info.layout.spec, type(info.base).__name__
+    yield InvalidSetting(kernels_for(weight) != TRITON, key, value, "on GPUs it needs triton; install it, or use false")
+    lack = no_triton_reason(spec, weight.dtype)
+    yield unsupported(lack != "", key, value, f"{lack}; use false")
+    recurrent = f"the kernels of {kind}'s recurrent layers are not known to be batch invariant; use false"
+    yield unsupported(spec.is_recurrent, key, value, recurrent)
+    latent = f"products of latent attention ({kind}) sum in an order that depends on the batch; use false"
+    yield unsupported(bool(spec.latent_dim), key, value, latent)
+    int8 = "products of int8 weights sum in an order that depends on the batch; use false, or weight_dtype=model"
+    yield unsupported(rollout.weight_dtype == "int8", key, value, int8)
+    sums = "sums over ranks may depend on the batch; use false, or hybrid_engine.inference_tp_size=1"
+    yield unsupported(settings.inference_tp_size != 1, key, value, sums)
+    backend = "FlashInfer's sums depend on the batch; use false, or attention_backend=triton"
+    yield unsupported(rollout.attention_backend != "triton", key, value, backend)
 
 
 def without_decoder(

@@ -27,6 +27,7 @@ from hybrid.kernels import (
     triton_fused,
     triton_int8,
     triton_latent,
+    triton_linear,
     triton_sampling,
 )
 from hybrid.kernels.kv_addresses import LayerKV
@@ -55,6 +56,8 @@ INSTRUCTIONS = {
     "mma": r"\bmma\.sync",
     "wgmma": r"wgmma\.mma_async",
     "tcgen05": r"tcgen05\.mma",
+    "m16n8k16": r"mma\.sync[.\w]*\.m16n8k16",
+    "m64n128k16": r"wgmma\.mma_async[.\w:]*\.m64n128k16",
 }
 
 
@@ -93,7 +96,9 @@ def compiling(arch: int):
             "shared_bytes": compiled.metadata.shared,
         }
         usage |= {name: len(re.findall(pattern, compiled.asm["ptx"])) for name, pattern in INSTRUCTIONS.items()}
-        case = {name: value for name, value in constants.items() if name in ("HEAD_DIM", "GROUP", "NUM_SPLITS")}
+        case = {
+            name: value for name, value in constants.items() if name in ("HEAD_DIM", "GROUP", "NUM_SPLITS", "BLOCK")
+        }
         tensor = next(value for value in bound.arguments.values() if isinstance(value, torch.Tensor))
         case |= {"dtype": TYPES[tensor.dtype], "num_warps": num_warps, "num_stages": num_stages}
         print(json.dumps({"kernel": kernel.fn.__name__, **case, **usage}), flush=True)
@@ -227,6 +232,13 @@ def launch_int8(dtype: torch.dtype) -> None:
             triton_int8.int8_linear(x, weight, scale, bias)
 
 
+def launch_linear(dtype: torch.dtype, arch: int) -> None:
+    """Batch-invariant products: few rows and many, of weights whose inputs are split, and are not."""
+    for rows, outputs in itertools.product((16, 1000), (4096, 32000)):
+        x, weight = torch.empty(rows, 4096, dtype=dtype), torch.empty(outputs, 4096, dtype=dtype)
+        triton_linear.invariant_linear(x, weight, weight[:, 0].contiguous(), arch=arch)
+
+
 def recurrent_layer(mixer: RecurrentMixer, dtype: torch.dtype, decoding: bool) -> KernelLayer:
     """A layer of two sequences, of one new token each or of some. Only its shapes are read."""
     hidden, numbers, tokens = 2048, torch.empty(2, dtype=torch.int32), 2 if decoding else 8
@@ -272,6 +284,7 @@ def main(arch: int, head_dim: int = 0) -> None:
         launch_fused(dtype)
         launch_experts(dtype)
         launch_int8(dtype)
+        launch_linear(dtype, arch)
         launch_recurrent(dtype)
     launch_sampling()
     launch_loop()

@@ -27,6 +27,7 @@ OTHERS = {
     "_slot_mapping_kernel",
     "_advance_kernel",
     "_int8_linear_kernel",
+    "_linear_kernel",
     "_sum_splits_kernel",
     "_conv_kernel",
     "_keep_inputs_kernel",
@@ -76,6 +77,12 @@ def test_kernels_compile_without_spilling_registers(arch, tmp_path):
     kernels = compiled(tmp_path, arch)
     assert {kernel["kernel"] for kernel in kernels} == OTHERS | ATTENTION  # attention to latents
     require_fitting(kernels, arch)
+    # Batch-invariant products: tiles of 64 and of 128 rows are multiplied by one instruction; or all have 64.
+    linear = [case for case in kernels if case["kernel"] == "_linear_kernel" and case["dtype"] == "bf16"]
+    assert {case["BLOCK"] for case in linear} == ({64} if arch >= 100 else {64, 128})
+    for case in linear:
+        name, kind = ("m64n128k16", "wgmma") if arch == 90 else ("m16n8k16", "mma")
+        assert arch >= 100 or 0 < case[name] == case[kind], case
 
 
 QUICK = [(90, 128)]
