@@ -19,7 +19,7 @@ from hybrid.generation.routing import NOT_ROUTED, replay_routing
 from hybrid.generation.scoring import LayerInputScores, padded_forward
 from hybrid.sampling.sampler import masked_logits
 from hybrid.training.exact import head_without_forward, layers_at_inputs
-from hybrid.training.packed_attention import PackedAttention, attention_replaced
+from hybrid.training.packed_attention import PackedAttention
 from hybrid.training.packed_forwards import (
     ROWS_WITH_INPUTS,
     PackedForwards,
@@ -201,7 +201,7 @@ class TrainingForwards(PackedForwards):
 
         @contextmanager
         def as_packed() -> Iterator[None]:
-            with attention_replaced(self.configs, attention), self._replayed(experts):
+            with self.attention.over(self.configs, attention), self._replayed(experts):
                 yield
 
         sampling_mask = targets.masks()
@@ -218,7 +218,7 @@ class TrainingForwards(PackedForwards):
         if reason := self.packed_reason():
             raise NotImplementedError(f"last_hidden_states: not available: {reason}; use score(..., top_logprobs=k)")
         targets = PackedTargets(rows, self.min_shared)
-        with attention_replaced(self.configs, PackedAttention(targets.packed)):
+        with self.attention.over(self.configs, PackedAttention(targets.packed)):
             (hidden,) = self._scores(targets, lambda hidden, *_: (hidden,))
         return targets.in_rows(hidden)[:, -rows.width :]
 
@@ -245,7 +245,7 @@ class TrainingForwards(PackedForwards):
         @contextmanager
         def as_sampled() -> Iterator[None]:
             with (
-                attention_replaced(self.configs, attention),
+                self.attention.over(self.configs, attention),
                 layers_at_inputs(self.layers, layer_input, self.returns_tuple),
                 self._replayed(experts),
             ):

@@ -141,6 +141,9 @@ class RunArguments(DataArguments):
         "forward that training learns from: packed (no padding, shared prompts once), model (the model's own over "
         "padded rows), exact (the rollout's kernels: logprobs equal the sampler's)",
     )
+    torch_compile: bool = arg(
+        False, "compile the transformer layers for training; under ZeRO-3 each layer is then gathered as a whole"
+    )
     lora_alpha: int = arg(16, "LoRA alpha", LORA)
     lora_dropout: Share = arg(0.0, "LoRA dropout probability")
     lora_export: Literal["merged", "adapter"] = arg(

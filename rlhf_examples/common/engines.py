@@ -11,7 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, ProcessorMixin, get_scheduler
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    get_scheduler,
+)
 
 import hybrid
 from rlhf_examples.common.arguments import RolloutArguments, RunArguments, TrainArguments
@@ -112,18 +118,31 @@ class Training:
 def make_engine(model: nn.Module, args: RunArguments, training: Training, **blocks: Any) -> hybrid.HybridEngine:
     """An engine that trains what requires gradients.  blocks: configuration of `hybrid_engine`, `rollout`.
 
-    Raises ValueError if the optimizer has no kernel for this device.
+    Raises ValueError if the optimizer has no kernel for this device, and NotImplementedError if `torch_compile` cannot
+    compile the layers.
     """
     require_device(training.optimizer, args.offload and training.zero_stage > 0, device())
     end_startup()
     training.warn_about_schedule()
-    return hybrid.initialize(
+    config = {**training.config(args), **blocks}
+    if args.torch_compile:
+        config["zero_optimization"]["leaf_module"] = {"classes": layer_classes(model)}
+    engine = hybrid.initialize(
         model=model,
         optimizer=client_optimizer(training.optimizer, training.learning_rate, training.weight_decay),
         model_parameters=parameter_groups(model, training.weight_decay, training.decay),
         lr_scheduler=training.schedule,
-        config={**training.config(args), **blocks},
+        config=config,
     )[0]
+    if args.torch_compile:
+        engine.compile()
+    return engine
+
+
+def layer_classes(model: nn.Module) -> list[str]:
+    """The names of the classes of a model's transformer layers, as transformers declares them."""
+    declared = (module._no_split_modules or () for module in model.modules() if isinstance(module, PreTrainedModel))
+    return sorted({name for names in declared for name in names})
 
 
 def make_policy_engine(model: nn.Module, args: RunArguments, training: Training, **blocks: Any) -> hybrid.HybridEngine:

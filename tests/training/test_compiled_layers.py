@@ -1,0 +1,113 @@
+"""`engine.compile()`: layers compiled for training, against the same engine without it. Eval mode stays as it was."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.utils import TorchDynamoPlugin
+
+import hybrid
+from hybrid.training.compiled_layers import CompiledForward
+from tests.engines import engine_of, settings
+from tests.marks import slow_but
+from tests.tiny_models import tiny_model, twin, with_peft
+from tests.training.grouped_rows import grouped_rows
+
+LEAVES = {"leaf_module": {"classes": ["LlamaDecoderLayer", "MixtralDecoderLayer"]}}
+AT_ONCE = {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0, "stage3_prefetch_bucket_size": 0}
+SAMPLING = hybrid.SamplingParams(max_new_tokens=5, seed=3)
+
+
+class CountingBackend:
+    """A backend of `torch.compile` that runs graphs as they are: the bits are those of the uncompiled layers."""
+
+    def __init__(self) -> None:
+        self.graphs = self.runs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, _inputs: list) -> Callable:
+        self.graphs += 1
+
+        def run(*args: Any) -> Any:
+            self.runs += 1
+            return graph(*args)
+
+        return run
+
+
+def config_of(stage: int, family: str) -> dict:
+    config = settings(stage, rollout={"return_router_indices": family == "mixtral"})
+    if stage == 3:
+        config["zero_optimization"] |= {**LEAVES, **AT_ONCE}
+    return config
+
+
+def engines_of(stage: int, family: str, adapted: bool, checkpointing: bool) -> list[hybrid.HybridEngine]:
+    """Two engines over the same weights."""
+    model = tiny_model(family)
+    model = (with_peft(model) if adapted else model).train()
+    models = [model, twin(model).train()]
+    for each in models if checkpointing else ():
+        each.gradient_checkpointing_enable({"use_reentrant": False})
+    return [engine_of(each, config_of(stage, family)) for each in models]
+
+
+def train_step(engine: hybrid.HybridEngine, forward: str, turn: int) -> torch.Tensor:
+    """A step on this rank's rows, other ones and another number of them in each turn; returns the logprobs."""
+    ids, mask, completion_mask = grouped_rows(seed=turn * 10 + dist.get_rank(), groups=1 + turn % 4)
+    logps = engine.logps(ids, mask, completion_mask, forward=forward).per_token_logps
+    engine.backward((logps * torch.linspace(-1, 1, logps.numel()).view(logps.shape)).sum())
+    engine.step()
+    return logps.detach()
+
+
+def check_bits(stage: int, family: str, adapted: bool, checkpointing: bool) -> None:
+    compiled, plain = engines_of(stage, family, adapted, checkpointing)
+    backend = CountingBackend()
+    compiled.compile(backend=backend)
+    compiled.compile(backend=backend)  # nothing more
+    assert compiled.is_compiled
+    prompt_ids, prompt_mask = torch.randint(3, 90, (2, 7)), torch.ones(2, 7, dtype=torch.int64)
+    graphs = []
+    for turn, forward in enumerate(["packed", "model", "exact"] * 2):
+        logps = [train_step(engine, forward, turn) for engine in (compiled, plain)]
+        assert torch.equal(*logps), (forward, turn)
+        graphs.append(backend.graphs)
+        runs = backend.runs
+        batches = [engine.rollout(prompt_ids, prompt_mask, SAMPLING) for engine in (compiled, plain)]
+        assert torch.equal(*(batch.sequences for batch in batches))
+        assert torch.equal(*(batch.old_per_token_logps for batch in batches))
+        scores = [engine.score(batches[0].sequences, batches[0].attention_mask) for engine in (compiled, plain)]
+        assert torch.equal(*(score.per_token_logps for score in scores))
+        assert backend.runs == runs > 0, "eval mode ran compiled code"
+        # A mixture replays the experts of the rollout.
+        assert torch.equal(*(engine.logps(batches[0], forward=forward)[0] for engine in (compiled, plain)))
+        assert backend.runs > runs
+    assert graphs[2] == graphs[5], f"layers were compiled again for rows of other lengths: {graphs}"
+    pairs = zip(compiled.module.parameters(), plain.module.parameters(), strict=True)
+    assert all(torch.equal(*(getattr(each, "ds_tensor", each) for each in pair)) for pair in pairs)
+    layer = compiled._builder.info.text_layers[0]
+    assert isinstance(layer.forward, CompiledForward)
+    assert "forward" not in vars(copy.deepcopy(layer)) or stage == 3
+    compiled.destroy()
+    assert "forward" not in vars(layer)
+
+
+@pytest.mark.parametrize(
+    ("stage", "family", "adapted", "checkpointing"),
+    slow_but(
+        [(3, "llama", False, False)],
+        [
+            (3, "llama", False, False),
+            (3, "llama", True, True),
+            (0, "llama", True, False),
+            (1, "llama", False, True),
+            (2, "llama", False, False),
+            (2, "mixtral", False, False),
+        ],
+    ),
+)
+def test_compiled_layers_train_and_roll_out_to_the_same_bits(ranks, stage, family, adapted, checkpointing):
+    ranks.run(check_bits, stage, family, adapted, checkpointing)
