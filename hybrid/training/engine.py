@@ -418,7 +418,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
 
         Args:
             backend: of `torch.compile`.
-            compile_kwargs: its other arguments. "dynamic" is true unless it is given: rows have other lengths each time.
+            compile_kwargs: its other arguments. "dynamic" is true unless given: rows have other lengths each time.
             schedule: of DeepCompile, which is not available.
             compiled_autograd_enabled: not available: `logps` runs a backward inside a backward.
 

@@ -241,8 +241,8 @@ def attention_configs(modules: Iterable[nn.Module]) -> list[PretrainedConfig]:
 class AttentionReplacement:
     """The attention function that attention modules call while rows are packed.
 
-    It is one object with one name, over the packing of the forward that runs: compiled layers are compiled for a name and
-    a function, and would be compiled again for others. They call it as it is.
+    It is one object with one name, over the packing of the forward that runs: layers are compiled for a name and a
+    function, and would be compiled again for others. They call it uncompiled.
     """
 
     def __init__(self) -> None:
@@ -261,7 +261,7 @@ class AttentionReplacement:
 
         An implementation without a mask function of its own: models make no mask for it (transformers 5.23).
         """
-        before = [config._attn_implementation_internal for config in configs]
+        before, outer = [config._attn_implementation_internal for config in configs], self.attention
         AttentionInterface.register(self.name, self)  # the mapping of all instances: some models have one of their own
         self.attention = attention
         try:
@@ -269,7 +269,8 @@ class AttentionReplacement:
                 config._attn_implementation_internal = self.name
             yield
         finally:
-            self.attention = None
+            self.attention = outer
             for config, implementation in zip(configs, before, strict=True):
                 config._attn_implementation_internal = implementation
-            del AttentionInterface._global_mapping[self.name]
+            if outer is None:  # else a forward inside a loss of another one's logits
+                del AttentionInterface._global_mapping[self.name]

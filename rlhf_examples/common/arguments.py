@@ -183,6 +183,12 @@ class RunArguments(DataArguments):
         yield resume_and_overwrite(self)
         stages = {name: stage for name, stage in vars(self).items() if name.endswith("zero_stage")}
         yield from refused_optimizers(self, stages)
+        for name in [name for name, stage in stages.items() if stage == 3]:
+            yield (
+                self.torch_compile and self.training_forward == "exact",
+                f"torch_compile: true given with training_forward: 'exact' and {name}: 3, where each layer is gathered "
+                "as a whole; give packed, or ZeRO stage 0, 1 or 2",
+            )
         yield self.eval_fraction == 1, "eval_fraction: 1 given, which leaves no records to train on; it must be below 1"
         yield (
             self.lora_dropout and self.training_forward != "model",

@@ -125,7 +125,7 @@ def make_engine(model: nn.Module, args: RunArguments, training: Training, **bloc
     end_startup()
     training.warn_about_schedule()
     config = {**training.config(args), **blocks}
-    if args.torch_compile:
+    if args.torch_compile and training.zero_stage == 3:
         config["zero_optimization"]["leaf_module"] = {"classes": layer_classes(model)}
     engine = hybrid.initialize(
         model=model,
