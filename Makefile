@@ -16,8 +16,9 @@ LAUNCH = PATH=$(CURDIR)/$(BIN):$$PATH OMP_NUM_THREADS=1 $(CPU) $(BIN)/python -m 
 # The machine with a GPU: its own python, whose lacking packages lie in GPU_PACKAGES, and DeepSpeed's choice of device.
 GPU_PACKAGES = .gpu-packages
 GPU = PYTHONPATH=$(CURDIR)/$(GPU_PACKAGES):$(CURDIR):$$PYTHONPATH env -u DS_ACCELERATOR $(PYTHON)
-GPU_TESTS = tests/gpu tests/decoders/test_cuda_decoder.py tests/decoders/test_int8_copy.py \
-	tests/kernels/test_triton.py tests/kernels/test_triton_int8.py tests/kernels/test_triton_sampling.py
+GPU_TESTS = tests/gpu tests/decoders/test_cuda_decoder.py tests/decoders/test_cuda_recurrent.py \
+	tests/decoders/test_int8_copy.py tests/kernels/test_triton.py tests/kernels/test_triton_int8.py \
+	tests/kernels/test_triton_latent.py tests/kernels/test_triton_recurrent.py tests/kernels/test_triton_sampling.py
 MINUTES = 8
 OUT =
 GPU_FLAGS =
@@ -43,7 +44,7 @@ help: ## list the targets
 demo: .venv/.installed ## supervised fine-tuning, reward model, PPO, GRPO with one turn and several: runs/demo/report.html (5 minutes)
 	$(LAUNCH) -m rlhf_examples.pipeline configs/demo.yaml --overwrite true
 
-demo-seeds: .venv/.installed ## the demo with seeds 0, 1 and 2: mean and standard error of its figures (20 minutes)
+demo-seeds: .venv/.installed ## the demo with seeds 0 to 3: mean and standard error of its figures, and the range of a single run (25 minutes)
 	$(CPU) $(BIN)/python -m benchmarks.demo_seeds
 
 docs: .venv/.installed ## the pages of docs/ as a site with search: site/index.html (10 seconds); a broken link is an error
@@ -80,7 +81,7 @@ check: .venv/.installed ## ruff, format, types (10 seconds; at first 40), layout
 	$(TESTS) -q -m "not slow" tests/test_layout.py tests/test_config.py tests/generation tests/weights \
 		tests/rlhf_examples/common/test_losses.py
 
-bench-all: .venv/.installed ## the whole suite into benchmarks/results/, resumable (two hours on 2 cores; SUITE_FLAGS="--minutes 60")
+bench-all: .venv/.installed ## the whole suite into benchmarks/results/, resumable (three hours on 2 cores; SUITE_FLAGS="--minutes 60")
 	$(CPU) $(BIN)/python -m benchmarks.suite $(SUITE_FLAGS)
 
 bench-page: .venv/.installed ## docs/benchmarks.md, README's tables and the figures from benchmarks/results/

@@ -14,7 +14,6 @@ import difflib
 import json
 import re
 import shlex
-import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -235,9 +234,11 @@ TOGETHER = (
     tables.real_size,
     tables.inference,
     tables.training,
+    tables.serving,
+    tables.endpoint_overhead,
 )  # all runs of a machine in one table
 SHOWN = (tables.rollouts, tables.first_tokens, tables.trl_step, tables.modes, tables.windows, tables.plans)
-SHOWN += (tables.rollout_features, tables.speculation, tables.demo_seeds, tables.stories)
+SHOWN += (tables.rollout_features, tables.speculation, tables.demo_seeds, tables.trl_sums, tables.stories)
 PLACES: dict[str, Callable[..., list[str]]] = {
     "in_short": in_short,
     **{each.__name__: shown(each, each in TOGETHER) for each in SHOWN + TOGETHER},
@@ -335,8 +336,8 @@ def models_row() -> list[str]:
 
 def demo(results: Results) -> list[str]:
     """The demo's results: mean and standard error of the first result's seeds, and the range that a single run falls
-    in, mean ± 2 standard deviations over the runs of every machine."""
-    rows, measured = [], [list(result["summaries"].values()) for result in results.of("demo_seeds")]
+    in, mean ± 2 standard deviations over the runs of every machine. Results of earlier settings are left out."""
+    rows, measured = [], [list(result["summaries"].values()) for result in present(results.of("demo_seeds"))]
     for title, name in (
         ("PPO: gold score, 0 to 1", "gold_score"),
         ("GRPO: exact match on sums that it has not seen", "grpo_exact_match"),
@@ -345,8 +346,7 @@ def demo(results: Results) -> list[str]:
         if measured:
             values = [[seed[f"{name}_{when}"] for seed in measured[0]] for when in ("before", "after")]
             runs = [seed[f"{name}_after"] for seeds in measured for seed in seeds if f"{name}_after" in seed]
-            spread = 2 * statistics.stdev(runs)
-            low, high = max(statistics.fmean(runs) - spread, 0.0), min(statistics.fmean(runs) + spread, 1.0)
+            low, high = (min(max(edge, 0.0), 1.0) for edge in tables.single_run(runs))
             cells = ["{:.2f} ± {:.2f}".format(*tables.mean_and_error(each)) for each in values]
             cells.append(f"{low:.2f} to {high:.2f} ({len(runs)} runs)")
         rows.append([title, *cells])

@@ -128,13 +128,16 @@ class Figure:
 
 
 def rollouts(reports: list[dict[str, Any]]) -> Figure:
-    """Tokens a second over Hugging Face's, of results of `benchmarks.rollout`."""
+    """Tokens a second over Hugging Face's, of those results of `benchmarks.rollout` that have it as a contender."""
     panels = []
     for report in reports:
         ratios = {
             case["name"]: {name: case["results"][name]["ratio"] for name in COLOURS if name in case["results"]}
             for case in report["cases"]
+            if "hf" in case["results"]
         }
+        if not ratios:
+            continue
         machine = report["machine"]
         title = f"{machine['gpu'] or machine['cpu']}, {machine['instructions']}"
         cases = {

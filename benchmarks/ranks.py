@@ -34,10 +34,14 @@ def quiet() -> None:
 
 def single_rank_environment() -> None:
     """Set a launcher's environment variables for this process as the only rank."""
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+
+
+def free_port() -> int:
+    """A port of this machine that nothing uses."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        return probe.getsockname()[1]
 
 
 def print_on_rank_0(text: str) -> None:

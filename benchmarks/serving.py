@@ -1,138 +1,207 @@
-"""Requests one by one: agents that arrive by a Poisson process, and the cost of requests against a rollout of them.
+"""Agents that send requests to an OpenAI endpoint, this engine's or that of `vllm serve`; and the endpoint's cost.
 
-    torchrun --nproc_per_node=1 -m benchmarks.serving agents --shape 134M --rate 1
-    torchrun --nproc_per_node=1 -m benchmarks.serving overhead
+    make .venv-vllm/.installed
+    python -m benchmarks.serving --shape 120M --rates 0.5 4 --contenders hybrid vllm
+    python -m benchmarks.serving --shape 10M --what overhead
 
-agents: each has 3 to 8 turns; a turn's prompt is the whole conversation so far and some tokens of the user. Prints
-tokens per second, and the seconds to a turn's first token and between two tokens, as median and 99th percentile.
-overhead: `--rows` prompts at once, as a rollout and as requests, in turns.
+agents: they arrive by a Poisson process, each has 3 to 8 turns, and a turn's prompt is the whole conversation so far.
+Prints tokens per second, and the seconds to a turn's first token and between two tokens, as median and 99th percentile.
+While not all that arrives can be served, tokens per second are the server's; otherwise they are those of the arrivals.
+overhead: `--rows` prompts at once, as a rollout, as requests of `engine.serve`, and as clients of the endpoint.
+
+Servers take turns on the same cores, with equal weights, prompts and lengths; clients are a process of their own.
 Times of other machines cannot be compared with these.
 """
 
+import argparse
 import asyncio
-import random
+import json
 import statistics
+import subprocess
+import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 import hybrid
-from benchmarks import results
-from benchmarks.overhead import PLAIN, SHAPES, engine_of, llama
+from benchmarks import results, tables
+from benchmarks.cases import DTYPES, SHAPES, make_model
+from benchmarks.contenders import zero3_engine
+from benchmarks.machine import hardware
 from benchmarks.ranks import print_on_rank_0, start_ranks
-
-USER_TOKENS = 24  # of a turn
-TURNS = 3, 8
-
-
-def percentiles(values: list[float]) -> dict[str, float]:
-    """The median and the 99th percentile."""
-    values = sorted(values)
-    return {"p50": statistics.median(values), "p99": values[min(int(0.99 * len(values)), len(values) - 1)]}
+from benchmarks.results import ROOT
+from benchmarks.rollout import VLLM_DIRECTORY, use_cores
+from benchmarks.serving_clients import TURNS, USER_TOKENS
+from benchmarks.vllm_contender import VLLMServer, VLLMSettings
 
 
-async def agent(server: hybrid.Server, number: int, vocabulary: int, prompt: int, new: int) -> list[list[float]]:
-    """Run an agent; return, for each turn, when it was sent and when each token came."""
-    draw, turns = random.Random(number), []
-    ids = [draw.randrange(10, vocabulary) for _ in range(prompt)]
-    for turn in range(draw.randint(*TURNS)):
-        count = draw.randint(new // 4, new)
-        params = hybrid.SamplingParams(count, seed=number, stop_token_ids=())
-        times = [time.perf_counter()]
-        async for chunk in server.stream(ids, params, row_id=turn, client=str(number)):
-            times += [time.perf_counter()] * len(chunk.token_ids)
-            ids = ids + chunk.token_ids
-        turns.append(times)
-        ids = ids + [draw.randrange(10, vocabulary) for _ in range(USER_TOKENS)]
-    return turns
+@dataclass(frozen=True)
+class Contender:
+    """A server.  served: opens its endpoint, with the base URL.  close: ends its process.  about: its version."""
+
+    name: str
+    served: Callable[[], AbstractContextManager[str]]
+    close: Callable[[], None] = lambda: None
+    about: str = ""
 
 
-async def serve_agents(
-    engine: hybrid.HybridEngine, count: int, rate: float, vocabulary: int, prompt: int, new: int
-) -> dict[str, Any]:
-    """Serve `count` agents, of which `rate` arrive in a second."""
-    draw, tasks = random.Random(0), []
-    async with engine.serve() as server:
-        await agent(server, count, vocabulary, prompt, new)  # memory, and the self-check
-        before, start = server.stats(), time.perf_counter()
-        for number in range(count):
-            tasks.append(asyncio.ensure_future(agent(server, number, vocabulary, prompt, new)))
-            await asyncio.sleep(draw.expovariate(rate))
-        turns = [times for of_agent in await asyncio.gather(*tasks) for times in of_agent]
-        seconds, after = time.perf_counter() - start, server.stats()
-    prompts = after.prompt_tokens - before.prompt_tokens
-    return {
-        "tokens_per_s": (after.generation_tokens - before.generation_tokens) / seconds,
-        "first_token_s": percentiles([times[1] - times[0] for times in turns]),
-        "token_s": percentiles([(times[-1] - times[1]) / (len(times) - 2) for times in turns if len(times) > 2]),
-        "cached_share": (after.cached_tokens - before.cached_tokens) / prompts,
-        "turns": len(turns),
-    }
+def main(arguments: list[str] | None = None) -> None:
+    """Measure what the command line asks for."""
+    args = parse(arguments)
+    torch.set_num_threads(args.threads)
+    start_ranks()
+    use_cores(args.threads)
+    report = {**results.begin("serving", args, arguments), "contenders": {}, "agents": [], "overhead": {}}
+    print_on_rank_0(hardware())
+    model, tokenizer = make_model(args.shape, args.dtype, "cpu"), number_tokenizer(SHAPES[args.shape]["vocab"])
+    contenders = [each for each in (vllm(args, model, tokenizer),) if each]  # before ZeRO partitions the weights
+    longest = context_of(args)
+    settings = {"max_num_seqs": args.max_num_seqs, "enable_prefix_caching": True}
+    engine = zero3_engine(model, longest, rollout=settings)
+    try:
+        contenders = [Contender("hybrid", lambda: served(engine, tokenizer)), *contenders]
+        report["contenders"] = {each.name: each.about for each in contenders if each.about}
+        if "agents" in args.what:
+            report["agents"] = measure_agents(contenders, args)
+            print_on_rank_0("\n".join(["", *tables.serving(report)]))
+        if "overhead" in args.what:
+            report["overhead"] = measure_overhead(engine, tokenizer, args)
+            print_on_rank_0("\n".join(["", *tables.endpoint_overhead(report)]))
+    finally:
+        for contender in contenders:
+            contender.close()
+    engine.destroy()
+    results.write(args.output, report)
+
+
+def number_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """A tokenizer whose words are numbers, without an end token: no completion ends before its limit."""
+    words = {str(number): number for number in range(vocabulary)}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, "0")), unk_token="0")
+
+
+def context_of(args: argparse.Namespace) -> int:
+    """The tokens of the longest conversation or rollout."""
+    return max(args.prompt + TURNS[1] * (args.new + USER_TOKENS), args.prompt + args.new)
+
+
+@contextmanager
+def served(engine: hybrid.HybridEngine, tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
+    """Inside the block the engine serves; yields its endpoint's base URL."""
+    with engine.serve() as server, hybrid.openai_server(server, tokenizer) as endpoint:
+        yield endpoint.base_url
+
+
+def vllm(args: argparse.Namespace, model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast) -> Contender | None:
+    """`vllm serve` over the same weights, which waits while the other server runs; None if it is not asked for."""
+    if "vllm" not in args.contenders or "agents" not in args.what:
+        return None
+    settings = VLLMSettings(args.vllm_python.absolute(), VLLM_DIRECTORY.absolute(), args.threads)
+    server = VLLMServer(settings, model, tokenizer, args.max_num_seqs, context_of(args))
+    return Contender("vllm", lambda: nullcontext(server.base_url), server.close, server.about)
+
+
+def clients(function: str, **arguments: Any) -> Any:
+    """Run a function of `benchmarks.serving_clients` in a process of its own; returns what it returns."""
+    command, call = [sys.executable, "-m", "benchmarks.serving_clients"], json.dumps({"function": function} | arguments)
+    done = subprocess.run(command, input=f"{call}\n", cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def measure_agents(contenders: list[Contender], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The figures of each contender at each rate, a value for each round. Each round has prompts of its own, which no
+    cache holds."""
+    cases: list[dict[str, Any]] = [{"rate": rate, "results": {c.name: {} for c in contenders}} for rate in args.rates]
+    sizes = {"vocabulary": SHAPES[args.shape]["vocab"], "prompt": args.prompt, "new": args.new}
+    for number in range(args.rounds):
+        for case in cases:
+            for contender in contenders:
+                load = {"key": f"{case['rate']} {number}", "count": args.agents, "rate": case["rate"], **sizes}
+                with contender.served() as url:
+                    turns = clients("agents", base_url=url, **load)
+                for name, value in figures_of(turns).items():
+                    case["results"][contender.name].setdefault(name, []).append(value)
+    return cases
+
+
+def figures_of(turns: list[list[float]]) -> dict[str, float]:
+    """The figures of a round.  turns: for each, when it was sent and when each of its tokens came."""
+    first = sorted(times[1] - times[0] for times in turns)
+    token = sorted((times[-1] - times[1]) / (len(times) - 2) for times in turns if len(times) > 2)
+    seconds = max(times[-1] for times in turns) - min(times[0] for times in turns)
+    rate = sum(len(times) - 1 for times in turns) / seconds
+    figures = {"tokens_per_s": rate, "turns": float(len(turns))}
+    for name, values in (("first_token", first), ("token", token)):
+        last = values[min(int(0.99 * len(values)), len(values) - 1)]
+        figures |= {f"{name}_p50_s": statistics.median(values), f"{name}_p99_s": last}
+    return figures
 
 
 def measure_overhead(
-    engine: hybrid.HybridEngine, rows: int, vocabulary: int, prompt: int, new: int, repetitions: int
+    engine: hybrid.HybridEngine, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace
 ) -> dict[str, list[float]]:
-    """Return tokens per second of rollouts, and of the same prompts and keys as requests of as many tasks, in turns."""
-    rates: dict[str, list[float]] = {"rollout": [], "requests": []}
-    for repetition in range(repetitions + 1):
-        ids = torch.randint(10, vocabulary, (rows, prompt), generator=torch.Generator().manual_seed(repetition))
-        params = hybrid.SamplingParams(new, seed=repetition)
-        start = time.perf_counter()
-        batch = engine.rollout(ids, torch.ones_like(ids), params, row_ids=torch.arange(rows))
-        rates["rollout"].append(int(batch.completion_mask.sum()) / (time.perf_counter() - start))
+    """Tokens per second of a rollout, and of the same prompts as requests and as clients, in turns."""
+    seconds: dict[str, list[float]] = {}
+    for repetition in range(args.repetitions + 1):
+        draw = torch.Generator().manual_seed(repetition)
+        ids = torch.randint(10, SHAPES[args.shape]["vocab"], (args.rows, args.prompt), generator=draw)
+        params = hybrid.SamplingParams(args.new, seed=repetition)
+        rows = {"prompts": ids.tolist(), "new": args.new, "seed": repetition}
 
-        async def send(
-            ids: torch.Tensor = ids, params: hybrid.SamplingParams = params
-        ) -> tuple[float, list[list[int]]]:
-            async with engine.serve(max_num_seqs=rows) as server:
+        def rollout(ids: torch.Tensor = ids, params: hybrid.SamplingParams = params) -> tuple[float, Any]:
+            with engine.inference():
                 start = time.perf_counter()
-                requests = (server.generate(of_row, params, row_id=row) for row, of_row in enumerate(ids))
-                tokens = [each[0].token_ids for each in await asyncio.gather(*requests)]
-                return time.perf_counter() - start, tokens
+                batch = engine.rollout(ids, torch.ones_like(ids), params)
+                return time.perf_counter() - start, batch.completion_ids.tolist()
 
-        engine.mark_weights_changed()  # the rollout's keys and values must not be found
-        seconds, tokens = asyncio.run(send())
-        rates["requests"].append(sum(map(len, tokens)) / seconds)
-        expected = [
-            row[mask.bool()].tolist() for row, mask in zip(batch.completion_ids, batch.completion_mask, strict=True)
-        ]
-        assert tokens == expected, "requests and rollout give different tokens"
-    return {name: values[1:] for name, values in rates.items()}
+        def requests(ids: torch.Tensor = ids, params: hybrid.SamplingParams = params) -> tuple[float, Any]:
+            async def send() -> tuple[float, Any]:
+                async with engine.serve() as server:
+                    start = time.perf_counter()
+                    completions = await asyncio.gather(*(server.generate(row, params) for row in ids.tolist()))
+                    return time.perf_counter() - start, [each.token_ids for (each,) in completions]
+
+            return asyncio.run(send())
+
+        def endpoint(stream: bool, rows: dict[str, Any] = rows) -> tuple[float, Any]:
+            with served(engine, tokenizer) as url:
+                answer = clients("batch", base_url=url, stream=stream, **rows)
+            return answer["seconds"], answer["tokens"]
+
+        ways = {"rollout": rollout, "requests": requests}
+        ways |= {"endpoint": lambda: endpoint(False), "endpoint, streamed": lambda: endpoint(True)}
+        tokens = {}
+        for name, way in ways.items():
+            engine.mark_weights_changed()  # the keys and values of the way before must not be found
+            with engine.inference():  # their gather is not timed
+                pass
+            taken, tokens[name] = way()
+            if repetition:
+                seconds.setdefault(name, []).append(taken)
+        # A request's seed keys its own noise, a rollout's that of all rows.
+        assert tokens["requests"] == tokens["endpoint"] == tokens["endpoint, streamed"], "clients got other tokens"
+        assert all(len(row) == args.new for rows in tokens.values() for row in rows), "a row has ended early"
+    return {name: [args.rows * args.new / each for each in values] for name, values in seconds.items()}
 
 
-def main() -> None:
-    """Measure what the command line asks for."""
-    parser = results.parser(__doc__, rows=32, prompt=64, new=128, repetitions=5, agents=40)
-    parser.add_argument("what", choices=["agents", "overhead"])
-    parser.add_argument("--shape", choices=SHAPES, default="7M")
-    parser.add_argument("--rate", type=float, default=4.0, help="agents that arrive in a second")
-    arguments = parser.parse_args()
-    start_ranks()
-    about = results.begin("serving", arguments)
-    torch.manual_seed(0)
-    vocabulary = SHAPES[arguments.shape][-1]
-    engine = engine_of(llama(*SHAPES[arguments.shape]), {}, PLAIN)
-    sizes = vocabulary, arguments.prompt, arguments.new
-    if arguments.what == "agents":
-        figures = asyncio.run(serve_agents(engine, arguments.agents, arguments.rate, *sizes))
-        first, each = figures["first_token_s"], figures["token_s"]
-        print_on_rank_0(
-            f"{figures['tokens_per_s']:.0f} tokens/s, {figures['turns']} turns, {figures['cached_share']:.0%} of "
-            f"prompts' tokens from the KV cache; first token {first['p50'] * 1e3:.0f} ms "
-            f"(p99 {first['p99'] * 1e3:.0f}), each token {each['p50'] * 1e3:.1f} ms (p99 {each['p99'] * 1e3:.1f})"
-        )
-    else:
-        rates = measure_overhead(engine, arguments.rows, *sizes, arguments.repetitions)
-        medians = {name: statistics.median(values) for name, values in rates.items()}
-        ratio = medians["requests"] / medians["rollout"]
-        print_on_rank_0(
-            f"tokens/s: rollout {medians['rollout']:.0f}, requests {medians['requests']:.0f}, ratio {ratio:.3f}"
-        )
-        figures = {"tokens_per_s": rates}
-    engine.destroy()
-    results.write(arguments.output, {**about, **figures})
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The flags."""
+    flags = results.parser(__doc__, agents=40, rounds=3, rows=32, prompt=64, new=128, repetitions=5, max_num_seqs=64)
+    flags.add_argument("--threads", type=int, default=2, help="of each server; default: 2")
+    flags.add_argument("--what", nargs="+", choices=["agents", "overhead"], default=["agents", "overhead"])
+    flags.add_argument("--shape", choices=SHAPES, default="10M")
+    flags.add_argument("--dtype", choices=DTYPES, default="bf16")
+    flags.add_argument("--rates", type=float, nargs="+", default=[4.0], help="agents that arrive in a second")
+    flags.add_argument("--contenders", nargs="+", choices=["hybrid", "vllm"], default=["hybrid"])
+    flags.add_argument("--vllm_python", type=Path, default=Path(".venv-vllm/bin/python"))
+    return flags.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -83,6 +83,7 @@ WAYS_TO_TRAIN = '--ways "all weights learn" "LoRA, merged" "LoRA, unmerged" "nat
 ROLLOUTS = "--contenders hybrid hybrid-new-weights hf {vllm} --rounds 3"
 TRL_CONTENDERS = '--contenders "TRL\'s default: gather all, Hugging Face" "hybrid.install()" rollout_func'
 TRL_120M = "--steps 2 --rounds 3"
+SERVERS = "--rounds 3 --contenders hybrid {vllm}"
 INFERENCE = "--contenders fused int8 hf hf-compiled"
 
 # What `docs/benchmarks.md` shows, most informative first.
@@ -98,6 +99,13 @@ RUNS = (
         for shape, minutes in (("10M", 1), ("120M", 3))
         for dtype in ("f32", "bf16")
     ),
+    *(
+        Run(f"serving-{shape}", "serving", f"--shape {shape} {load} {SERVERS}", minutes, 0, 2)
+        for shape, load, minutes in (
+            ("120M", "--agents 40 --rates 1 8", 10),
+            ("10M", "--agents 160 --rates 4 64", 8),
+        )
+    ),
     Run("overhead", "overhead", f"--turns 7 {WAYS_TO_TRAIN}", 5, 2),
     *(Run(f"real_size-{kind}", "real_size", f"--containers {kind}", 5, 2) for kind in ("fused", "native")),
     *(
@@ -107,7 +115,8 @@ RUNS = (
     Run("rollout_features-turns", "rollout_features", "turns", 3, 1),
     Run("rollout_features-partial", "rollout_features", "partial", 2, 1),
     Run("speculation", "speculation", "--shape 7M", 4, 1),
-    Run("demo_seeds", "demo_seeds", "", 18),
+    Run("demo_seeds", "demo_seeds", "", 24),
+    Run("trl_sums", "trl_sums", "", 12, needs="trl"),
     Run("stories", "stories", "--model {stories}", 12, needs=f"{STORIES}/config.json"),
 )
 

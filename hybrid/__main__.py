@@ -38,8 +38,10 @@ TRAINING, ROLLOUT = "Training", "Rollout"
 KEY_HELP = "That clients must give; needed for another host than loopback."
 LENGTH_HELP = "Tokens of prompt and completion. Default: the model's context, at most 4096."
 NAME_HELP = "The `model` of requests. Default: MODEL."
+ADAPTER_HELP = "NAME=PATH of an adapter of PEFT, whose NAME is the `model` of its requests. Repeat it for more."
 RANKS_HELP = "Default: the GPUs here, or --tp if more."
 LORA_HELP = "Rank of a LoRA on all linear layers; 0: all weights train."
+BITS_HELP = "The LoRA's base is quantized by bitsandbytes."
 MEMORY_HELP = "Of one rank's device, such as 80GiB."
 ZERO_HELP = "ZeRO's stage. Default: --config's, else 3."
 TP_HELP = "inference_tp_size: ranks that share a copy of the weights. Default: --config's, else 1."
@@ -86,6 +88,8 @@ def plan(
     zero: Zero = None,
     tp: TpSize = None,
     lora: Lora = 0,
+    load_in_4bit: Annotated[bool, typer.Option("--load-in-4bit", help=BITS_HELP, rich_help_panel=TRAINING)] = False,
+    load_in_8bit: Annotated[bool, typer.Option("--load-in-8bit", help=BITS_HELP, rich_help_panel=TRAINING)] = False,
     dtype: WeightDtype = Dtype.bfloat16,
     device: Annotated[Device, typer.Option(rich_help_panel=TRAINING)] = Device.cuda,
     device_memory: Annotated[str, typer.Option(help=MEMORY_HELP, rich_help_panel=TRAINING)] = "",
@@ -112,6 +116,7 @@ def serve(
     dtype: Annotated[Dtype, typer.Option(help="Of the weights.")] = Dtype.bfloat16,
     max_model_len: Annotated[int | None, typer.Option(min=2, help=LENGTH_HELP, show_default=False)] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that are decoded at once.")] = 64,
+    lora_modules: Annotated[list[str] | None, typer.Option(help=ADAPTER_HELP, show_default=False)] = None,
 ) -> None:
     """Serve a model to OpenAI's clients, for evaluation and chat, until it is interrupted."""
     run("serve", **locals())

@@ -51,7 +51,8 @@ def waits(func: torch._ops.OpOverload, args: tuple) -> bool:
 
 def launches(func: torch._ops.OpOverload) -> bool:
     """Whether an operation launches work: it is neither a view nor an allocation."""
-    return not func.is_view and func not in ALLOCATIONS and func is not aten.detach.default
+    views = aten.detach.default, aten._unsafe_view.default
+    return not func.is_view and func not in ALLOCATIONS and func not in views
 
 
 class DeviceOps(TorchDispatchMode):

@@ -147,6 +147,8 @@ def check_trl(folder: str) -> None:
             "learning_rate=1e-5": "learning_rate=1e-2",
             "max_steps=500": "max_steps=4",
             "r=16": "r=2",
+            # A tiny model is never right: its completions' lengths differ.
+            "float(text.strip().endswith(expected))": "float(text.strip().endswith(expected)) + len(text) % 3",
         }.items():
             assert script.count(old) == 1, old
             script = script.replace(old, new)

@@ -16,10 +16,11 @@ import transformers
 import typer
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from peft import PeftModel
 from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from hybrid.cli.doctor import OK, PROBLEM, WARNING, Finding, findings, size_text
 from hybrid.config import HybridEngineConfig, RolloutConfig, load_config, read_blocks
@@ -87,6 +88,8 @@ def plan(
     zero: int | None,
     tp: int | None,
     lora: int,
+    load_in_4bit: bool,
+    load_in_8bit: bool,
     dtype: str,
     device: str,
     device_memory: str,
@@ -100,7 +103,8 @@ def plan(
     tokens = prompt_length + max_new_tokens
     settings = valid_settings(config, zero, tp, tokens)
     try:
-        training = Training(ranks, settings.zero_stage, lora, getattr(torch, dtype), device)
+        bits = 4 if load_in_4bit else 8 * load_in_8bit
+        training = Training(ranks, settings.zero_stage, lora, getattr(torch, dtype), device, bits)
         offline = plan_of_model(model, settings, training, batch_size, tokens, memory)
     except ValueError as error:
         fail(str(error))
@@ -117,16 +121,18 @@ def serve(
     dtype: str,
     max_model_len: int | None,
     max_num_seqs: int,
+    lora_modules: list[str] | None,
 ) -> None:
     """Serve a model to OpenAI's clients until it is interrupted."""
     try:
         check_address(host, api_key or None)
+        adapters = adapter_paths(lora_modules or [])
         config = configuration(model)
         context = getattr(config, "max_position_embeddings", None) or DEFAULT_MODEL_LEN
         length = max_model_len or min(context, DEFAULT_MODEL_LEN)
         tokenizer = AutoTokenizer.from_pretrained(model)
         weights = getattr(torch, dtype)
-        module = AutoModelForCausalLM.from_pretrained(model, dtype=weights)
+        module = with_adapters(AutoModelForCausalLM.from_pretrained(model, dtype=weights), adapters)
         engine = init_inference(module, dtype=weights, kernel_inject=True, max_out_tokens=length)
         name = model_name or model
         with (
@@ -140,6 +146,31 @@ def serve(
             stopped.wait()
     except (OSError, ValueError, NotImplementedError, ImportError) as error:
         fail(str(error))
+
+
+def adapter_paths(lora_modules: list[str]) -> dict[str, str]:
+    """Return the paths of adapters by name, given as NAME=PATH each. Raises ValueError for another text."""
+    paths = {}
+    for given in lora_modules:
+        name, _, path = given.partition("=")
+        if not name or not path:
+            raise ValueError(f"--lora-modules: {given!r} given; it must be NAME=PATH of an adapter")
+        paths[name] = path
+    return paths
+
+
+def with_adapters(model: PreTrainedModel, paths: dict[str, str]) -> torch.nn.Module:
+    """Return the model with adapters, by name, none of them active."""
+    adapted: PeftModel | None = None
+    for name, path in paths.items():
+        if adapted is None:
+            adapted = PeftModel.from_pretrained(model, path, adapter_name=name)
+        else:
+            adapted.load_adapter(path, name)
+    if adapted is None:
+        return model
+    adapted.base_model.disable_adapter_layers()
+    return adapted
 
 
 class Settings(NamedTuple):

@@ -44,6 +44,7 @@ def attention_settings(spec: DecoderSpec, dtype: torch.dtype) -> AttentionSettin
         alibi=spec.alibi is not None,
         rounded=rounded,
         sinks=spec.sinks,
+        latent_dim=spec.latent_dim,
     )
 
 

@@ -7,7 +7,10 @@ from typing import NamedTuple
 
 import torch
 
+from hybrid.runtime.huge_pages import request_huge_pages
+
 BLOCK_SIZE = 32  # tokens in a block of the KV cache
+PREFILL_TOKENS = 2048  # prompt tokens in one forward; bounds the memory of activations
 States = dict[int, tuple[torch.Tensor, ...]]  # as `PagedKV.states`
 
 
@@ -122,7 +125,7 @@ class PagedKV:
         copied, and must not be used any more, also after an error."""
 
         def larger(tensor: torch.Tensor) -> torch.Tensor:
-            grown = tensor.new_empty(num_blocks, *tensor.shape[1:])
+            grown = request_huge_pages(tensor.new_empty(num_blocks, *tensor.shape[1:]))
             grown[: len(tensor)].copy_(tensor)
             return grown
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 import torch
 from torch.nn import functional as F
 
-from hybrid.decoders.batch import BLOCK_SIZE, LayerActivations, PackedBatch, PagedKV
+from hybrid.decoders.batch import BLOCK_SIZE, PREFILL_TOKENS, LayerActivations, PackedBatch, PagedKV
 from hybrid.decoders.torch_decoder import Copies, WholeDecoder, merged, no_lora_deltas
 from hybrid.kernels import cpu_library as kernels
 from hybrid.kernels.cpu_library import address
@@ -27,6 +27,7 @@ from hybrid.models.spec import (
     ParamRef,
     UnsupportedModel,
 )
+from hybrid.runtime.huge_pages import collapse
 from hybrid.sampling.state import SamplingState
 from hybrid.sampling.vocabulary import VocabularySlice
 from hybrid.weights.int8 import dequantized, scale_of
@@ -81,6 +82,7 @@ class CpuDecoder(WholeDecoder):
         self.workspace = Workspace() if workspace is None else workspace
         self.rope: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by rotary key: cos, sin [positions, dim / 2]
         self.lent: weakref.ref[PagedKV] | None = None  # the blocks whose addresses the layers' records hold
+        self.collapsed: set[int] = set()  # addresses of the weights that lie in huge pages, if the system gave them
         self.alibi = torch.tensor(self.spec.alibi) if self.spec.alibi else None
         self.layer_records = (kernels.Layer * len(self.spec.layers))()
         self.record = self._record()
@@ -179,6 +181,11 @@ class CpuDecoder(WholeDecoder):
     def state_lanes(self) -> int:
         """As WholeDecoder's: whole vectors."""
         return self.library.lanes()
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens in one forward. Products in AMX tiles are so fast that activations must stay in the caches."""
+        return 512 if self.record.bfloat16 and self.library.multiplies_in_tiles() else PREFILL_TOKENS
 
     def reserve(self, tokens: int) -> None:
         """Extend the rope tables to `tokens` positions."""
@@ -493,6 +500,9 @@ class CpuDecoder(WholeDecoder):
         self.tensors.append(tensor)
         if tensor.is_meta:  # a memory plan's decoder, which never runs
             return 0
+        if tensor.data_ptr() not in self.collapsed:
+            self.collapsed.add(tensor.data_ptr())
+            collapse(tensor)
         return address(tensor, dtype)
 
 

@@ -22,14 +22,28 @@ from hybrid.kernels import require_contiguous
 from hybrid.kernels.attention_backend import AttentionBackend, AttentionSettings, LayerBlocks
 from hybrid.kernels.cuda_graph import LEAK, CaptureError, Graphs, Run, capture_sizes
 from hybrid.kernels.flashinfer_attention import FlashInferAttention
-from hybrid.kernels.kv_addresses import LayerKV, kv_addresses
+from hybrid.kernels.kv_addresses import LayerKV, kv_addresses, state_addresses
+from hybrid.kernels.torch_delta_net import GatedDeltaNet, KimiDeltaAttention
+from hybrid.kernels.torch_mamba2 import Mamba2
 from hybrid.kernels.torch_ops import Record
+from hybrid.kernels.torch_short_conv import ShortConv
 from hybrid.kernels.triton_attention import WIDEST_TILE, TritonAttention
 from hybrid.kernels.triton_decode import decode_slot_mapping
+from hybrid.kernels.triton_delta_net import delta_net, kimi_delta
 from hybrid.kernels.triton_experts import mixture, record_experts
-from hybrid.kernels.triton_fused import QKNorm, activated, add_norm, keep_hidden_states, rope_and_write
+from hybrid.kernels.triton_fused import (
+    QKNorm,
+    activated,
+    add_norm,
+    gated_by_sigmoid,
+    keep_hidden_states,
+    rope_and_write,
+)
 from hybrid.kernels.triton_int8 import int8_linear
-from hybrid.models.spec import XIELU, DecoderLayout, ParamRef
+from hybrid.kernels.triton_latent import latent_and_rope
+from hybrid.kernels.triton_mamba2 import mamba2
+from hybrid.kernels.triton_recurrent import KernelLayer, StateTables, short_conv
+from hybrid.models.spec import NO_MIXER, XIELU, DecoderLayout, ParamRef
 from hybrid.sampling.state import SamplingState
 from hybrid.weights.lora import LowRank
 
@@ -43,6 +57,7 @@ class Step:
     slot_mapping: int64 [tokens]: the cache position of each new token's key and value.
     query_scale: factor of each token's queries, [tokens, 1, 1]; None: 1.
     activations: where the layers' inputs are kept; None: nowhere. Never in a graph, which would keep it.
+    states: the sequences, as the recurrent layers take them; None without any.
     """
 
     batch: PackedBatch
@@ -51,6 +66,7 @@ class Step:
     query_scale: torch.Tensor | None = None
     graphed: bool = False
     activations: LayerActivations | None = None
+    states: StateTables | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +83,15 @@ class ResidualUpdate:
 
 MIN_TOKENS = 1024  # of a sequence that room is made for, so that graphs are seldom captured again
 DRAW_KINDS = 4  # of sampling settings whose graphs are kept: those of training, of evaluation, and others
+
+
+# How a layer of each kind of mixer runs: `RecurrentMixer.mixed` in kernels.
+RECURRENT: dict[type, Callable[..., torch.Tensor]] = {
+    GatedDeltaNet: delta_net,
+    KimiDeltaAttention: kimi_delta,
+    Mamba2: mamba2,
+    ShortConv: short_conv,
+}
 
 
 def one_token_each(batch: PackedBatch) -> PackedBatch:
@@ -99,7 +124,7 @@ class CudaDecoder(TorchDecoder):
 
     # A longer context has more than two tiles, which attention divides if the batch leaves multiprocessors idle.
     context_block = 2 * WIDEST_TILE
-    samples_in_kernel = continues_past_ends = True
+    samples_in_kernel = continues_past_ends = latest_is_ring = True
 
     @property
     def samples_with_penalties(self) -> bool:
@@ -132,8 +157,10 @@ class CudaDecoder(TorchDecoder):
         self.state: DecodeState | None = None
         self.addresses: tuple[float, ...] = ()  # of the weights and LoRA factors, and LoRA's scales
         self.kv_table: torch.Tensor | None = None  # int64 [layers, 2]: addresses of the blocks that kernels read
+        self.state_table: torch.Tensor | None = None  # int64 [layers, 2]: of the matrices and the rings of their states
         self.experts_address: torch.Tensor | None = None  # int64 [1]: of these blocks' `router_indices`
         self.hidden_address: torch.Tensor | None = None  # int64 [1]: of their `hidden_states`
+        self.factors: torch.Tensor | None = None  # `Mamba2.factors`
         self.lent: weakref.ref[PagedKV] | None = None  # the blocks whose addresses the tables hold
 
     def bind(self) -> None:
@@ -314,14 +341,18 @@ class CudaDecoder(TorchDecoder):
         """Return the state that the layers of this forward share."""
         self.reserve(batch.block_tables.shape[1] * BLOCK_SIZE)
         query_scale = self._query_scale(batch.positions)
+        sequences = batch.state_slots, batch.positions, batch.cu_seqlens
+        assert not self.spec.is_recurrent or batch.state_slots is not None, "sequences of a recurrent model have states"
         if decoding:
             slot_mapping = decode_slot_mapping(batch.positions, batch.block_tables, BLOCK_SIZE)
-            return Step(batch, True, slot_mapping, query_scale, graphed)
+            states = StateTables(*sequences) if self.spec.is_recurrent else None
+            return Step(batch, True, slot_mapping, query_scale, graphed, states=states)
         tokens = torch.arange(len(batch.ids), dtype=torch.int32, device=batch.ids.device)
         owner, positions = torch.searchsorted(batch.cu_seqlens[1:], tokens, right=True), batch.positions.long()
         blocks = batch.block_tables[owner, positions // BLOCK_SIZE].long()
         slot_mapping = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
-        return Step(batch, False, slot_mapping, query_scale, activations=activations)
+        states = StateTables(*sequences, owner) if self.spec.is_recurrent else None
+        return Step(batch, False, slot_mapping, query_scale, activations=activations, states=states)
 
     def _layers(self, hidden: torch.Tensor, step: Step, kv: PagedKV, span: range) -> torch.Tensor:
         """Run the layers of `span`. What a layer adds to the residual stream, the next layer's norm kernel adds."""
@@ -344,11 +375,16 @@ class CudaDecoder(TorchDecoder):
         if self.lent is not None and self.lent() is kv:
             return
         if self.kv_table is None:
-            self.kv_table = torch.zeros(len(kv.keys), 2, dtype=torch.int64, device=self.device)
+            tables = torch.zeros(2, len(kv.keys), 2, dtype=torch.int64, device=self.device)
+            self.kv_table, self.state_table = tables
+            if isinstance(self.spec.recurrent, Mamba2):
+                self.factors = self.spec.recurrent.factors(self.dtype, self.device)
             self.experts_address, self.hidden_address = torch.zeros(2, 1, dtype=torch.int64, device=self.device)
             arguments = attention_settings(self.spec, self.dtype), self.device
             self.attention, self.graphed_attention = self.make_attention(*arguments), TritonAttention(*arguments)
         self.kv_table.copy_(kv_addresses(kv.keys, kv.values))
+        if kv.states:
+            self.state_table.copy_(state_addresses(kv.states, len(kv.keys)))
         if kv.router_indices is not None:
             require_contiguous(self.device, torch.int16, kv.router_indices)
             self.experts_address.fill_(kv.router_indices.data_ptr())
@@ -361,13 +397,18 @@ class CudaDecoder(TorchDecoder):
         self, index: int, hidden: torch.Tensor, pending: ResidualUpdate | None, step: Step, kv: PagedKV
     ) -> tuple[torch.Tensor, ResidualUpdate]:
         """Run a layer. Takes and gives the residual stream [tokens, hidden] and what is still to be added to it."""
-        block = self.blocks[index]
-        x, hidden = self._added_and_normed(block, "attention_norm", hidden, pending)
+        block, layer = self.blocks[index], self.spec.layers[index]
+        norm = "mlp_norm" if layer.mixer == NO_MIXER else "attention_norm"
+        x, hidden = self._added_and_normed(block, norm, hidden, pending)
         if step.activations is not None:
             step.activations.write_input(index, hidden)
         # This class has a Step of its own, and methods that take it.
-        attended = self._attention(index, x, step, kv)  # type: ignore[arg-type]
         record = self._record(index, step, kv)  # type: ignore[arg-type]
+        if layer.mixer == NO_MIXER:
+            return hidden, self._pending(block, "mlp_post_norm", self._mlp(index, x, record))
+        attended = self._mixer(layer.mixer)(index, x, step, kv)  # type: ignore[arg-type]
+        if not layer.feed_forward:
+            return hidden, self._pending(block, "attention_post_norm", attended)
         if self.spec.parallel:
             attended = self._norm(block, "attention_post_norm", attended)
             x = self._norm(block, "mlp_norm", hidden) if "mlp_norm.weight" in block else x
@@ -390,7 +431,10 @@ class CudaDecoder(TorchDecoder):
         return self.spec.qk_norm != ""
 
     def _rows_normed(self, block: Tensors, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return q, k  # the kernel of `rope_and_write` norms them
+        return (q, k) if self._norms_in_rope() else super()._rows_normed(block, q, k)
+
+    def _gated_output(self, attended: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return gated_by_sigmoid(attended, gate)
 
     def _attended(
         self,
@@ -422,22 +466,51 @@ class CudaDecoder(TorchDecoder):
         sinks = self.blocks[index].get("sinks.weight")
         return attention.attend(step.decoding, q, blocks, batch, layer.window, self.bias, sinks)
 
+    def _recurrent(self, index: int, x: torch.Tensor, step: Step, kv: PagedKV) -> torch.Tensor:
+        block, mixer = self.blocks[index], self.spec.recurrent
+        # A graph would keep `kv.states`; the addresses in the table are those of the current ones.
+        states = self.state_table[index], step.states
+        layer = KernelLayer(partial(self._linear, block), block, *states, self.spec.norm_eps, self.factors)
+        return RECURRENT[type(mixer)](mixer, x, layer)
+
+    def _latent_attention(self, index: int, x: torch.Tensor, step: Step, kv: PagedKV) -> torch.Tensor:
+        block, spec, layer, batch = self.blocks[index], self.spec, self.spec.layers[index], step.batch
+        addresses = LayerKV(self.kv_table[index], self.dtype, BLOCK_SIZE, 1, spec.latent_dim + spec.rotary_dim)
+        queries = self._latent_normed(block, "q_a_norm", self._linear(block, "q_a", x)) if spec.query_rank else x
+        q = self._linear(block, "q_b", queries).unflatten(-1, (-1, spec.head_dim))
+        tables = *(self.rope[layer.rotary] if layer.rotary else (None, None)), batch.positions, step.slot_mapping
+        norm = block["kv_a_norm.weight"], *tables, addresses, spec.latent_norm_eps, spec.norm_offset, spec.norm_float32
+        q_rope = latent_and_rope(self._linear(block, "kv_a", x), q, *norm, spec.rotary_interleaved)
+        unrotated = spec.head_dim - spec.rotary_dim
+        key_up, value_up = self._latent_up(block).split([unrotated, spec.value_dim], dim=1)
+        q = torch.bmm(q[..., :unrotated].transpose(0, 1), key_up).transpose(0, 1)
+        if step.query_scale is not None:
+            q, q_rope = q * step.query_scale, q_rope * step.query_scale
+        blocks = LayerBlocks(kv.keys[index], kv.values[index], addresses)
+        attention = self.graphed_attention if step.graphed else self.attention
+        read = attention.attend(step.decoding, q, blocks, batch, layer.window, None, None, q_rope)
+        values = x.new_empty(*read.shape[:2], spec.value_dim)
+        # Written by rows, so that no copy follows.
+        torch.bmm(read.transpose(0, 1), value_up.transpose(1, 2), out=values.transpose(0, 1))
+        return self._linear(block, "o", values.flatten(1))
+
+    def _latent_normed(self, block: Tensors, role: str, x: torch.Tensor) -> torch.Tensor:
+        spec, weight = self.spec, block[f"{role}.weight"]
+        return add_norm(x, None, weight, None, spec.latent_norm_eps, spec.norm_offset, spec.norm_float32)[0]
+
     def _write_experts(
         self, router_indices: torch.Tensor, slot_mapping: torch.Tensor, layer: int, chosen: torch.Tensor
     ) -> None:
         # A graph would keep `router_indices`; the address in the table is that of the current blocks.
         record_experts(chosen, slot_mapping, self.experts_address, layer, len(self.moe_layer))
 
-    def _mlp(self, index: int, x: torch.Tensor, record: Record | None) -> torch.Tensor:
-        block, spec = self.blocks[index], self.spec
-        if spec.gated or spec.layers[index].experts:
-            return super()._mlp(index, x, record)
-        parameters = [block[f"{role}.weight"] for role in XIELU] if spec.activation == "xielu" else None
-        return self._linear(
-            block, "down", activated(self._linear(block, "up", x), self._activation, parameters=parameters)
-        )
+    def _activated(self, block: Tensors, x: torch.Tensor) -> torch.Tensor:
+        parameters = [block[f"{role}.weight"] for role in XIELU] if self.spec.activation == "xielu" else None
+        return activated(x, self._activation, parameters=parameters)
 
     def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if self.spec.gate_multiplier != 1.0:
+            return super()._gated(gate_up)
         return activated(gate_up, self._activation, True, self.spec.swiglu_alpha, self.spec.swiglu_limit)
 
     def _mixture(
@@ -445,11 +518,16 @@ class CudaDecoder(TorchDecoder):
     ) -> torch.Tensor:
         assert router_input is None, "no kernels have routers that read the residual stream"
         weights, chosen = self._routed(block, x, record)
+        is_latent = bool(self.spec.latent_size)
+        x = self._linear(block, "latent_in", x) if is_latent else x
         x, weights = self._weighted(x, weights)
         names = [f"{role}.{kind}" for kind in ("weight", "bias") for role in ("experts_gate_up", "experts_down")]
         gate_up, down, gate_up_bias, down_bias = map(block.get, names)
         first_expert = None if len(gate_up) == self.spec.num_experts else self.first_expert
-        return mixture(x, weights, chosen, gate_up, down, gate_up_bias, down_bias, self._gated, first_expert)
+        activation = self._gated if self.spec.gated else partial(self._activated, block)
+        matrices = gate_up, down, gate_up_bias, down_bias
+        output = mixture(x, weights, chosen, *matrices, activation, first_expert)
+        return self._linear(block, "latent_out", output) if is_latent else output
 
     @property
     def _activation(self) -> str:

@@ -20,7 +20,8 @@ class DecodeState:
 
     ids: int64 [capacity], each sequence's next input.  positions: int32 [capacity], its position.
     lengths: int32 [capacity], tokens in the cache after it.  block_tables: int32 [capacity, blocks].
-    finished: int32 [capacity], 1 for sequences that have ended, and for padding.
+    state_slots: int32 [capacity], as PackedBatch's; -1 for sequences that have ended, and for padding, so that no
+        state is written.  finished: int32 [capacity], 1 for these sequences.
     steps: int32 [capacity], tokens recorded since `load_draws`.  tokens: int64 [MAX_STEPS, capacity].
     logps: float32 [4, MAX_STEPS, capacity]: sampling, old, raw, sampling mask.
     logits: float32 [capacity, vocab_size].
@@ -35,6 +36,7 @@ class DecodeState:
 
         self.ids, self.keys, self.new_positions, self.limits = zeros(4, capacity).unbind()
         self.positions, self.lengths, self.finished, self.steps = zeros(4, capacity, dtype=torch.int32).unbind()
+        self.state_slots = zeros(capacity, dtype=torch.int32)
         self.block_tables = zeros(capacity, -(-tokens // BLOCK_SIZE), dtype=torch.int32)
         self.cu_seqlens = torch.arange(capacity + 1, dtype=torch.int32, device=device)
         self.tokens = zeros(MAX_STEPS, capacity)
@@ -58,6 +60,7 @@ class DecodeState:
             self.cu_seqlens[: count + 1],
             self.lengths[:count],
             self.block_tables[:count],
+            self.state_slots[:count],
         )
 
     def load(self, batch: PackedBatch, size: int) -> None:
@@ -67,6 +70,8 @@ class DecodeState:
         self.positions[:count].copy_(batch.positions)
         self.lengths[:count].copy_(batch.lengths)
         self.block_tables[:count, :width].copy_(batch.block_tables)
+        if batch.state_slots is not None:
+            self.state_slots[:count].copy_(batch.state_slots)
         self._pad(count, size)
 
     def _pad(self, first: int, last: int) -> None:
@@ -77,6 +82,7 @@ class DecodeState:
             tensor[first:last].zero_()
         for tensor in (self.lengths, self.finished):
             tensor[first:last].fill_(1)
+        self.state_slots[first:last].fill_(-1)
 
     def load_draws(self, sampling: SamplingState) -> None:
         """Copy in how the loaded sequences' tokens are sampled. None of them has ended, and nothing is recorded."""
@@ -114,12 +120,13 @@ class DecodeState:
         state = self.ids, self.positions, self.lengths, self.new_positions, self.limits, self.finished, self.steps
         ids, positions, lengths, new_positions, limits, finished, steps = (tensor[:count] for tensor in state)
         sequences = ids, positions, lengths, new_positions, limits, finished, steps
-        advance(drawn, tuple(values), *sequences, stop_token_ids, self.tokens, self.logps, seen)
+        recorded = stop_token_ids, self.tokens, self.logps
+        advance(drawn, tuple(values), *sequences, *recorded, seen, self.state_slots[:count])
 
     @contextmanager
     def padding(self, count: int) -> Iterator[None]:
         """Inside the block the first `count` sequences are padding: captured steps write block 0, and draw nothing."""
-        held = self.ids, self.positions, self.lengths, self.block_tables, self.finished
+        held = self.ids, self.positions, self.lengths, self.block_tables, self.state_slots, self.finished
         before = [tensor[:count].clone() for tensor in held]
         self._pad(0, count)
         try:

@@ -7,6 +7,7 @@ import torch
 
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.modules import native_adapter
+from hybrid.models.quantized import narrow_reason
 from hybrid.runtime.parallel import rank
 
 DECODER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -29,6 +30,8 @@ def no_decoder_reason(info: ModelInfo, embedding: Callable[[], torch.Tensor]) ->
             f"its weights are {dtype}, and decoders compute in float32, bfloat16 and float16 (cast the model to "
             f"one of these; {NO_WARNING})"
         )
+    if reason := narrow_reason(info.model):
+        return f"{reason} (load the model in bnb_4bit_compute_dtype, or set that to the model's dtype; {NO_WARNING})"
     return ""
 
 

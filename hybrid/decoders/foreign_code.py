@@ -35,7 +35,17 @@ HARMLESS_HOOK_MODULES = (
 INPUT_GRADIENT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
 # The packages whose forwards are the families' own, or leave their results: TRL's computes losses (1.16), accelerate's
 # and torch's call what they wrap.
-KNOWN_PACKAGES = ("transformers", "peft", "accelerate", "deepspeed", "torch", "trl", "hybrid", "functools")
+KNOWN_PACKAGES = (
+    "transformers",
+    "peft",
+    "accelerate",
+    "deepspeed",
+    "torch",
+    "trl",
+    "hybrid",
+    "functools",
+    "bitsandbytes",
+)
 REMEDY = (
     "the self-check compares a few inputs alone; restore it before the engine is built, or set rollout.trust_forward, "
     "or init_inference's trust_forward, to true if it computes the same for all inputs"

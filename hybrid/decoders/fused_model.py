@@ -119,19 +119,16 @@ class FusedModel:
         """Return why recurrent layers, latent attention or layers that differ cannot run fused; "" if they can, or if
         there are none."""
         spec, reason = self.layout.spec, ""
-        if spec.is_recurrent:
-            reason = "are not sliced over ranks" if self.group is not None else ""
-            if not reason and self._int8_weights():
-                reason = "are not tried over int8 weights"
-            if not reason and self.on_triton:
-                reason = "have no kernels for GPUs yet"
-            reason = reason and spec.recurrent_reason(reason)
-        elif spec.latent_dim and self.on_triton:
-            reason = "its latent attention has no kernels for GPUs yet"
-        elif spec.varies_by_layer and self.on_triton:
+        if spec.is_recurrent and self.group is not None:
+            reason = spec.recurrent_reason("are not sliced over ranks")
+        elif spec.is_recurrent and self._int8_weights():
+            reason = spec.recurrent_reason("are not tried over int8 weights")
+        elif self.on_triton and spec.varies_by_layer:
             reason = "layers that differ in their heads, or have inputs of their own, have no kernels for GPUs yet"
-        elif spec.value_dim and self.on_triton:
+        elif self.on_triton and spec.value_dim and not spec.latent_dim:
             reason = "values of another size than keys have no kernels for GPUs yet"
+        elif self.on_triton and spec.residual_float32 and self.blank.embedding().dtype != torch.float32:
+            reason = "a residual stream in float32 has no kernels for GPUs yet"
         elif spec.per_layer_input_size and self.stream is not None:
             reason = "per-layer inputs are made of weights outside the layers, which are not streamed with them"
         return reason and f"{reason} ({NO_WARNING})"

@@ -207,10 +207,14 @@ def step_differences(
         return output_difference(f"{what} {DIFFERS}", logits, expected, dtype, excused, limit)
 
     decode = getattr(decoder, "eager_decode", decoder.decode)  # of a decoder with graphs
+    states = [state for of_layer in kv.states.values() for state in of_layer] if max_capture_size else []
+    prefilled = [(state, state.clone()) for state in states]
     eager = torch.cat([whole_logits(decode(step.batch, kv), decoder.vocabulary).clone() for step in sequences.steps])
     expected = native.logits.flatten(0, 1)
     yield compared("a decode step", eager, expected)
     if max_capture_size:
+        for state, before in prefilled:
+            state.copy_(before)
         count = min(max_capture_size, len(sequences.lengths))
         steps = sequences.decode_steps(count)
         graphed = torch.cat(

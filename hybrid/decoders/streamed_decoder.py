@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybrid.decoders.batch import KVWeights, LayerActivations, PackedBatch, PagedKV
+from hybrid.decoders.batch import PREFILL_TOKENS, KVWeights, LayerActivations, PackedBatch, PagedKV
 from hybrid.decoders.decoder_weights import DecoderWeights
 from hybrid.decoders.torch_decoder import WholeDecoder
 from hybrid.models.spec import DecoderLayout, RopeTable
@@ -38,6 +38,7 @@ class StreamedDecoder:
     continues_past_ends = False
     kv_weights: KVWeights | None = None
     samples_in_kernel = samples_with_penalties = False
+    prefill_tokens = PREFILL_TOKENS  # fewer would gather the layers more often
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.nn import functional as F
 
-from hybrid.decoders.batch import BLOCK_SIZE, KVWeights, LayerActivations, PackedBatch, PagedKV
+from hybrid.decoders.batch import BLOCK_SIZE, PREFILL_TOKENS, KVWeights, LayerActivations, PackedBatch, PagedKV
 from hybrid.kernels import torch_ops
 from hybrid.kernels.recurrent import MixerLayer, StateRows, state_rows
 from hybrid.kernels.router import routed
@@ -25,6 +25,7 @@ from hybrid.models.spec import (
     DecoderSpec,
     ParamRef,
 )
+from hybrid.runtime.huge_pages import request_huge_pages
 from hybrid.runtime.parallel import InferenceGroup
 from hybrid.sampling.vocabulary import VocabularySlice
 from hybrid.weights.joined import joined_view
@@ -109,6 +110,7 @@ class WholeDecoder(ABC):
     """
 
     device: torch.device  # of the weights and activations
+    prefill_tokens = PREFILL_TOKENS  # prompt tokens in one forward
     context_block = BLOCK_SIZE  # cached tokens that attention reads at a time
     vocabulary: VocabularySlice | None = None  # what `logits` and `decode` give logits of; None: the whole vocabulary
     group: InferenceGroup | None = None  # ranks that run it together, on the same tokens; None: this rank alone
@@ -119,6 +121,7 @@ class WholeDecoder(ABC):
     records_experts = False  # whether forwards write `PagedKV.router_indices`
     keeps_hidden_states = False  # whether forwards write `PagedKV.hidden_states`
     state_lanes = 1  # `RecurrentMixer.state_shapes` are padded to a multiple of it
+    latest_is_ring = False  # whether a convolution keeps one input more, that of position p in row p % rows
 
     def __init__(
         self,
@@ -216,7 +219,8 @@ class WholeDecoder(ABC):
     def states(self, num_slots: int) -> dict[int, tuple[torch.Tensor, ...]]:
         """Allocate `PagedKV.states`, their content undefined."""
         mixer = self.spec.recurrent
-        shapes = [(num_slots, *shape) for shape in mixer.state_shapes(self.state_lanes)]
+        *matrices, (kept, channels) = mixer.state_shapes(self.state_lanes)
+        shapes = [(num_slots, *shape) for shape in (*matrices, (kept + self.latest_is_ring, channels))]
         return {
             index: tuple(torch.empty(shape, dtype=torch.float32, device=self.device) for shape in shapes)
             for index, layer in enumerate(self.spec.layers)
@@ -229,7 +233,10 @@ class WholeDecoder(ABC):
         empty, cached = partial(torch.empty, device=self.device), (ATTENTION, LATENT_ATTENTION, HYBRID)
         caches = [layer.mixer in cached and layer.kv_layer is None for layer in self.spec.layers]
         key_blocks, value_blocks = (
-            [empty((num_blocks, *shape) if has else (num_blocks, 0), dtype=self.dtype) for shape, has in pairs]
+            [
+                request_huge_pages(empty((num_blocks, *shape) if has else (num_blocks, 0), dtype=self.dtype))
+                for shape, has in pairs
+            ]
             for pairs in (zip(shapes, caches, strict=True) for shapes in (keys, values))
         )
         experts = num_blocks, BLOCK_SIZE, len(self.moe_layer), self.spec.experts_per_token
@@ -552,9 +559,7 @@ class TorchDecoder(WholeDecoder):
         if layer.mixer == NO_MIXER:
             return self._feed_forward(index, hidden, step, kv)
         x = self._norm(block, "attention_norm", hidden)
-        mixers = {ATTENTION: self._attention, LATENT_ATTENTION: self._latent_attention, HYBRID: self._hybrid}
-        mixer = mixers.get(layer.mixer, self._recurrent)
-        attended = self._norm(block, "attention_post_norm", mixer(index, x, step, kv))
+        attended = self._norm(block, "attention_post_norm", self._mixer(layer.mixer)(index, x, step, kv))
         if self.spec.parallel:
             x = self._norm(block, "mlp_norm", hidden) if "mlp_norm.weight" in block else x
             output = self._norm(block, "mlp_post_norm", self._mlp(index, x, self._record(index, step, kv)))
@@ -566,6 +571,11 @@ class TorchDecoder(WholeDecoder):
             output = self._linear(block, "per_layer_projection", gate * step.per_layer_inputs[:, index])
             hidden = hidden + self._norm(block, "per_layer_post_norm", output)
         return hidden * block["layer_scalar.weight"] if "layer_scalar.weight" in block else hidden
+
+    def _mixer(self, kind: str) -> Callable[[int, torch.Tensor, Step, PagedKV], torch.Tensor]:
+        """Return what computes a layer's mixer.  kind: as `LayerSpec.mixer`, not NO_MIXER."""
+        mixers = {ATTENTION: self._attention, LATENT_ATTENTION: self._latent_attention, HYBRID: self._hybrid}
+        return mixers.get(kind, self._recurrent)
 
     def _feed_forward(self, index: int, hidden: torch.Tensor, step: Step, kv: PagedKV) -> torch.Tensor:
         """Return `hidden` with the output of its MLP or mixture added."""
@@ -599,17 +609,19 @@ class TorchDecoder(WholeDecoder):
         v = v if spec.value_multiplier == 1.0 else v * spec.value_multiplier
         k = k if spec.key_multiplier == 1.0 else k * spec.key_multiplier
         gate: torch.Tensor | None = None
-        if spec.output_gate:
-            q, gate = (part.flatten(1) for part in q.unflatten(-1, (-1, 2, spec.head_dim)).unbind(-2))
-        q, k = self._rows_normed(block, q, k)
         q, k = (rows.unflatten(-1, (-1, spec.head_dim)) for rows in (q, k))
         v = v.unflatten(-1, (-1, value_dim))
+        if spec.output_gate:
+            q, gate = q.unflatten(1, (-1, 2)).unbind(2)
+        q, k = self._rows_normed(block, q, k)
         attended = self._attended(index, q, k, v, step, kv)
         if spec.gate_dim:
             gate = self._linear(block, "attention_gate", x).unflatten(-1, (-1, spec.gate_dim))
-        elif gate is not None:
-            gate = gate.view_as(attended)
-        return self._linear(block, "o", (attended if gate is None else attended * gate.sigmoid()).flatten(1))
+        return self._linear(block, "o", (attended if gate is None else self._gated_output(attended, gate)).flatten(1))
+
+    def _gated_output(self, attended: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Return attention's output [tokens, heads, size] by its gate [tokens, heads, size or 1]."""
+        return attended * gate.sigmoid()
 
     def _latent_attention(self, index: int, x: torch.Tensor, step: Step, kv: PagedKV) -> torch.Tensor:
         """Return the output of latent attention, [tokens, hidden]. Writes latents to `kv`.
@@ -661,10 +673,15 @@ class TorchDecoder(WholeDecoder):
         return mixed + attended * spec.attention_out_multiplier
 
     def _rows_normed(self, block: Tensors, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """q and k [tokens, size] after the norms over all heads of a token, if the model has these."""
+        """q and k [tokens, heads, head_dim] after the norms over all heads of a token, if the model has these."""
         if self.spec.qk_norm != "row":
             return q, k
-        return self._norm(block, "q_norm", q), self._norm(block, "k_norm", k)
+        rows = {"q_norm": q, "k_norm": k}
+        q, k = (self._row_normed(block, role, x.flatten(1)).view_as(x) for role, x in rows.items())
+        return q, k
+
+    def _row_normed(self, block: Tensors, role: str, x: torch.Tensor) -> torch.Tensor:
+        return self._norm(block, role, x)
 
     def _attended(
         self,

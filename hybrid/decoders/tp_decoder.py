@@ -67,14 +67,9 @@ class ShardedDecoder(TorchDecoder):
     def _shared_mlp(self, block: Tensors, x: torch.Tensor) -> torch.Tensor:
         return self.tensor.sum(super()._shared_mlp(block, x))
 
-    def _rows_normed(self, block: Tensors, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As TorchDecoder's: the heads of a token are on all ranks, and so are the sums of their squares."""
-        if self.spec.qk_norm != "row":
-            return q, k
-        return self._row_normed(block, "q_norm", q), self._row_normed(block, "k_norm", k)
-
     def _row_normed(self, block: Tensors, role: str, x: torch.Tensor) -> torch.Tensor:
-        # Key heads that several ranks hold are counted once for each of them, in the sum and in `size`.
+        # The heads of a token are on all ranks, and so are the sums of their squares. Key heads that several ranks hold
+        # are counted once for each of them, in the sum and in `size`.
         size, spec = x.shape[-1] * self.tensor.size, self.spec
 
         def mean_of(squares: torch.Tensor) -> torch.Tensor:

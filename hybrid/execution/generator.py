@@ -24,6 +24,7 @@ from hybrid.execution.tasks import (
     HiddenStatesTask,
     LayerInputsTask,
     LockstepTask,
+    NativeServeTask,
     NativeTask,
     ScoreTask,
     ServeTask,
@@ -489,8 +490,9 @@ class Generator(WorkerState):
         """
         fused, slots = self.executor.fused_for(decodes=True), max_num_seqs
         if reason := fused.fallback_reason_now(longest):
-            raise NotImplementedError(f"serve: the fused decoder serves requests, and cannot run: {reason}")
-        self.block_pool.require_room([longest], fused.block_bytes(), fused.slot_bytes())
+            self._require_native_rows(reason)
+        else:
+            self.block_pool.require_room([longest], fused.block_bytes(), fused.slot_bytes())
         slots *= 1 if fused.group is None else fused.group.size
         stop_token_ids = end_token_ids(self.model)
         request = Request(
@@ -506,10 +508,22 @@ class Generator(WorkerState):
         )
         with self._decoding(adapters, longest) as decoder:
             if decoder is None:
-                reason = fused.reasons.last
-                raise NotImplementedError(f"serve: the fused decoder serves requests, and cannot run: {reason}")
+                self._require_native_rows(fused.reasons.last)
             begin(self.executor.window.snapshot.weights.number())
-            self.profiler.generated(*self.executor.compute(decoder, ServeTask(request, source)))
+            kind = NativeServeTask if decoder is None else ServeTask
+            self.profiler.generated(*self.executor.compute(decoder, kind(request, source)))
+
+    def _require_native_rows(self, reason: str) -> None:
+        """Raise NotImplementedError unless the model's own forward can serve requests.  reason: why it must."""
+        limits = {
+            "where ranks compute together": isinstance(self.executor, GroupExecutor),
+            "of aLoRA, whose rows PEFT decodes together": has_invocation_tokens(self.model),
+        }
+        for limit, applies in limits.items():
+            if applies:
+                raise NotImplementedError(
+                    f"serve: the model's own layers serve no requests {limit}; the fused decoder cannot run: {reason}"
+                )
 
     # ----------------------------------------------------------------- score
 

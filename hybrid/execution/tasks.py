@@ -32,7 +32,7 @@ from hybrid.generation.scoring import (
     score_packed,
     score_with_layer_inputs,
 )
-from hybrid.generation.serving_scheduler import RowSource, ServingScheduler
+from hybrid.generation.serving_scheduler import NativeServingScheduler, RowSource, ServingScheduler
 from hybrid.generation.speculation import Speculator
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.model_inputs import RowInputs
@@ -152,12 +152,14 @@ class WorkerState:
         if not self.has_checked_inputs and (checked := self.prompt_to_check(request)):
             self.has_checked_inputs = True
             check_rows(native, *checked)
-        if self.has_checked_rows or self.info.layout is not None:
-            return
-        longest = max(request.prompts(), key=len)
-        if len(longest) >= MIN_TOKENS:
+        if not self.has_checked_rows:
+            self.check_prompt(native, max(request.prompts(), key=len))
+
+    def check_prompt(self, native: NativeModel, prompt: torch.Tensor) -> None:
+        """Run the first one of these self-checks with a prompt of text, int64 [n] on the host, if it is long enough."""
+        if not self.has_checked_rows and self.info.layout is None and len(prompt) >= MIN_TOKENS:
             self.has_checked_rows = True
-            check_rows(native, longest)
+            check_rows(native, prompt)
 
     def release_kv(self) -> None:
         """Free the KV storage."""
@@ -349,6 +351,17 @@ class ServeTask(Task):
         source = next((task.source for task in tasks if task.source is not None), None)
         longest = max((task.request for task in tasks), key=lambda request: (request.longest, -len(request)))
         return replace(self, request=longest, source=source)
+
+
+@dataclass(frozen=True)
+class NativeServeTask(ServeTask):
+    """As ServeTask, by the model's own forward, on one rank."""
+
+    def run(self, decoder: None, state: WorkerState, is_local: bool = True) -> tuple[int, int]:
+        native = state.native_model(self.request)
+        arguments = self.request, native, state.block_pool, len(self.request), state.profiler.phase
+        check = partial(state.check_prompt, native)
+        return NativeServingScheduler(*arguments, source=self.source, check=check).serve()
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,10 @@ class InputPrefill:
                 *of_matrices, of_latest = kv.states[index]
                 for held, matrix in zip(of_matrices, matrices, strict=True):
                     held[state_slot].zero_()[..., : matrix.shape[-1]].copy_(matrix)  # the rest pads it to whole vectors
-                of_latest[state_slot].copy_(latest[:, -of_latest.shape[1] :].T)
+                inputs = latest[:, -of_latest.shape[1] :].T
+                if self.decoder.latest_is_ring:
+                    inputs = in_ring(inputs, len(prompt), of_latest.shape[1])
+                of_latest[state_slot].copy_(inputs)
 
     def difference(self, prompt: torch.Tensor, model_inputs: RowInputs) -> float:
         """Return how far a decode step of a prompt's last token is from the model's own forward over all of them, in
@@ -97,6 +100,12 @@ class InputPrefill:
         if nats <= largest_difference(self.native.model):
             return ""
         return f"self-check: a decode step behind an image differs from the model's own forward by {nats:.2g} nats"
+
+
+def in_ring(latest: torch.Tensor, length: int, size: int) -> torch.Tensor:
+    """Return a convolution's latest inputs of a sequence of `length` tokens, [n, channels], in the order of a ring of
+    `size`, at least n: those before them are 0."""
+    return F.pad(latest, (0, 0, size - len(latest), 0)).roll(length, dims=0)
 
 
 def next_position(rows: NativeRows, length: int) -> int:

@@ -14,8 +14,6 @@ from hybrid.generation.sequence import Sequence
 from hybrid.runtime.interrupts import INTERRUPTS
 from hybrid.sampling.state import SamplingState
 
-PREFILL_TOKENS = 2048  # prompt tokens in one forward; bounds the memory of activations
-
 
 def hidden_states(
     decoder: AnyDecoder,
@@ -34,7 +32,7 @@ def hidden_states(
     state_slots: of each sequence; None: the model has no recurrent layers.
     Yields `prefill_chunks` and the last layer's output [tokens, hidden] of each forward.
     """
-    for chunks in prefill_chunks(begins, [len(sequence) for sequence in sequences]):
+    for chunks in prefill_chunks(begins, [len(sequence) for sequence in sequences], decoder.prefill_tokens):
         INTERRUPTS.raise_pending()
         ids = [sequences[index][chunk.start : chunk.stop] for index, chunk in chunks.items()]
         starts, tables = [chunk.start for chunk in chunks.values()], [blocks[index] for index in chunks]
@@ -91,20 +89,20 @@ def prefill_waves(block_pool: BlockPool, prompts: list[torch.Tensor]) -> Iterato
         waiting = later
 
 
-def prefill_chunks(begins: list[int], lengths: list[int]) -> list[dict[int, range]]:
-    """Split sequences of the given lengths, from `begins` on, over forwards of at most PREFILL_TOKENS tokens.
+def prefill_chunks(begins: list[int], lengths: list[int], max_tokens: int) -> list[dict[int, range]]:
+    """Split sequences of the given lengths, from `begins` on, over forwards of at most `max_tokens` tokens.
 
     Returns for each forward the positions that it computes, by index of the sequence, whose tokens it has in this
     order, without padding. A sequence that does not fit is split.
     """
     forwards: list[dict[int, range]] = []
-    used = PREFILL_TOKENS
+    used = max_tokens
     for sequence, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
         while begin < length:
-            if used == PREFILL_TOKENS:
+            if used == max_tokens:
                 forwards.append({})
                 used = 0
-            stop = min(begin + PREFILL_TOKENS - used, length)
+            stop = min(begin + max_tokens - used, length)
             forwards[-1][sequence] = range(begin, stop)
             begin, used = stop, used + stop - begin
     return forwards

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
+from hybrid.decoders.batch import PREFILL_TOKENS
 from hybrid.generation.hf_cache import KVCache
 from hybrid.generation.model_runner import RunningSequences
 from hybrid.generation.native_rows import NativeRows
@@ -53,6 +54,7 @@ class NativeModel:
     """
 
     samples_in_kernel = samples_with_penalties = continues_past_ends = False
+    prefill_tokens = PREFILL_TOKENS
     vocabulary = None
 
     def __init__(

@@ -120,7 +120,8 @@ def score_packed(
             own += block_pool.allocate(blocks_for(len(ids)) - len(own))
         computed = hidden_states(decoder, block_pool, [ids[:-1] for ids in real], blocks, begins)
         columns = [first[row] for row in rows]
-        for chunks, hidden in itertools.chain(kept_hidden_states(block_pool, blocks, begins), computed):
+        kept = kept_hidden_states(block_pool, blocks, begins, decoder.prefill_tokens)
+        for chunks, hidden in itertools.chain(kept, computed):
             put_scores(scores, decoder, chunks, hidden, real, rows, columns, temperature, top_k)
         for own in blocks:
             block_pool.free(own)
@@ -399,13 +400,13 @@ def known_blocks(block_pool: BlockPool, sequences: list[torch.Tensor]) -> tuple[
 
 
 def kept_hidden_states(
-    block_pool: BlockPool, blocks: list[list[int]], counts: list[int]
+    block_pool: BlockPool, blocks: list[list[int]], counts: list[int], max_tokens: int
 ) -> Iterator[tuple[dict[int, range], torch.Tensor]]:
     """Yield the last layer's output of the first `counts` tokens of each sequence, in its blocks, as `hidden_states`
-    gives it."""
+    gives it, `max_tokens` at a time."""
     assert block_pool.kv.hidden_states is not None, "the decoder keeps them"
     kept = block_pool.kv.hidden_states.flatten(0, 1)
-    for chunks in prefill_chunks([0] * len(counts), counts):
+    for chunks in prefill_chunks([0] * len(counts), counts, max_tokens):
         slots = [
             torch.tensor(blocks[index])[(positions := torch.arange(chunk.start, chunk.stop)) // BLOCK_SIZE] * BLOCK_SIZE
             + positions % BLOCK_SIZE

@@ -7,20 +7,22 @@ alone: a row whose scores are processed is sampled by itself, so that it changes
 
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from hybrid.decoders.streamed_decoder import StreamedDecoder
 from hybrid.generation.block_pool import blocks_for
 from hybrid.generation.completions import InvalidLogitsError, Penalties
-from hybrid.generation.model_runner import PREFILL_TOKENS
+from hybrid.generation.native_scheduler import NativeScheduler
 from hybrid.generation.request import Processors
 from hybrid.generation.scheduler import STEPS_IN_KERNEL, STEPS_ON_DEVICES, Scheduler
-from hybrid.generation.scoring import Scores, scores_beside_rows
+from hybrid.generation.scoring import Scores, score_natively, scores_beside_rows
 from hybrid.generation.sequence import Sequence
 from hybrid.runtime.interrupts import INTERRUPTS
 from hybrid.runtime.parallel import all_gather_objects, raise_together
@@ -98,6 +100,9 @@ class RowSource(Protocol):
     def give(self, number: int, piece: Piece) -> None:
         """Take new tokens of a row."""
 
+    def put_back(self, rows: Sequences[IncomingRow]) -> None:
+        """Take back rows that have no slot yet, in their order: the source has closed for this scheduler."""
+
 
 class ClosedSource:
     """The source of a rank whose server has closed, or was never opened, while other ranks serve."""
@@ -110,6 +115,9 @@ class ClosedSource:
         """Do nothing."""
 
     def give(self, number: int, piece: Piece) -> None:
+        """Do nothing."""
+
+    def put_back(self, rows: Sequences[IncomingRow]) -> None:
         """Do nothing."""
 
 
@@ -218,8 +226,16 @@ class ServingScheduler(Scheduler):
             for row in arrivals.rows:
                 self.queue.add((rank, row.number), row)
             aborted |= {(rank, number) for number in arrivals.aborted}
-        if not aborted:
-            return
+        if aborted:
+            self.end_aborted(aborted)
+        waiting = []
+        while self.queue and not self.is_open:  # another adapter's turn: a server that ends has aborted its rows
+            waiting.append(self.queue.pop()[1])
+        if waiting:
+            self.source.put_back(waiting)
+
+    def end_aborted(self, aborted: set[RowKey]) -> None:
+        """End rows with the tokens that they have."""
         for key in aborted:
             if self.queue.remove(key) and key[0] == self.rank:
                 self.source.give(key[1], Piece([], [[], [], []], "abort"))
@@ -250,11 +266,11 @@ class ServingScheduler(Scheduler):
         return [Arrivals(is_open=bool(of_rank)) for of_rank in is_open]
 
     def fill_slots(self) -> None:
-        """Give free slots to queued rows, and score those whose prompts are to be scored, until PREFILL_TOKENS."""
+        """Give free slots to queued rows, and score those whose prompts are to be scored, until a forward is full."""
         taken: list[Sequence] = []
         scored: list[tuple[RowKey, IncomingRow]] = []
         tokens = 0
-        while len(self.free_slots) > len(scored) and self.queue and tokens < PREFILL_TOKENS:
+        while len(self.free_slots) > len(scored) and self.queue and tokens < self.decoder.prefill_tokens:
             key, row = self.queue.pop()
             if key[0] == self.rank:
                 self.source.admit(key[1])
@@ -273,10 +289,14 @@ class ServingScheduler(Scheduler):
         """Give the sources the scores of their rows' prompts. The blocks are those of as many free slots."""
         top_k = max(row.top_logprobs or 0 for _, row in rows)
         with self.phase("prefill"):
-            scores = scores_beside_rows(self.decoder, self.block_pool, [row.prompt_ids for _, row in rows], top_k)
+            scores = self.scores_of([row.prompt_ids for _, row in rows], top_k)
         for index, ((rank, number), row) in enumerate(rows):
             if rank == self.rank:
                 self.source.give(number, scored_piece(scores.map(partial(of_scored, index, len(row.prompt_ids)))))
+
+    def scores_of(self, sequences: list[torch.Tensor], top_k: int) -> Scores:
+        """Return the scores of sequences, int64 [n] each on the host, padded on the right."""
+        return scores_beside_rows(self.decoder, self.block_pool, sequences, top_k)
 
     def occupy(self, number: int, key: RowKey, row: IncomingRow) -> Sequence:
         """Write a row into a slot, and return its sequence."""
@@ -395,6 +415,36 @@ class ServingScheduler(Scheduler):
             slot = self.slots[sequence.row]
             if slot.row.streams and sequence.length > slot.sent:
                 self.give(sequence)
+
+
+class NativeServingScheduler(ServingScheduler, NativeScheduler):
+    """Decodes rows as they arrive, by the model's own forward. If its cache cannot add rows to a running batch, new
+    rows wait until the batch has ended.
+
+    check: called with prompts, int64 [n] on the host, before they run.
+    """
+
+    reserve = NativeScheduler.reserve
+
+    def __init__(self, *args: Any, check: Callable[[torch.Tensor], None], **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.check_prompt = check
+
+    def fill_slots(self) -> None:
+        """Fill slots as `ServingScheduler` does, unless another forward would change the running rows' cache."""
+        if not len(self.runner) or self.decoder.selects(self.runner.batches[-1].rows):
+            super().fill_slots()
+
+    def occupy(self, number: int, key: RowKey, row: IncomingRow) -> Sequence:
+        """Write a row into a slot, and return its sequence."""
+        self.check_prompt(row.prompt_ids)
+        return super().occupy(number, key, row)
+
+    def scores_of(self, sequences: list[torch.Tensor], top_k: int) -> Scores:
+        """Return the scores of sequences, int64 [n] each on the host, padded on the right."""
+        masks = [torch.ones_like(ids) for ids in sequences]
+        ids, mask = (pad_sequence(rows, batch_first=True).to(self.decoder.device) for rows in (sequences, masks))
+        return score_natively(self.decoder.model, ids, mask, 1.0, len(ids), top_k=top_k)
 
 
 def of_scored(index: int, length: int, scores: torch.Tensor) -> torch.Tensor:

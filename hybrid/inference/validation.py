@@ -29,6 +29,7 @@ from hybrid.config import (
 from hybrid.inference.auto_tp import AutoTP, read_policy, require_divisible_heads
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.modules import native_adapter
+from hybrid.models.quantized import quantized_layers
 from hybrid.models.spec import UnsupportedModel
 from hybrid.runtime.parallel import InferenceGroup, world_size
 from hybrid.weights.gather import is_partitioned
@@ -82,6 +83,8 @@ def invalid_settings(info: ModelInfo, config: InferenceConfig) -> Iterator[Inval
         yield InvalidSetting(differs, "tensor_parallel.tp_size", tp.tp_size, f"the group given too has {ranks} ranks")
     partitioned = any(is_partitioned(param) for param in model.parameters())
     yield unsupported(partitioned, "model", kind, "ZeRO-3 has partitioned its weights; use hybrid.initialize")
+    quantized = any(True for _ in quantized_layers(model))
+    yield unsupported(quantized, "model", kind, "it has layers of bitsandbytes; use hybrid.initialize")
     partitions = zero_stage(config.zero) == ZeroStageEnum.weights
     yield unsupported(partitions, "zero.stage", 3, "use hybrid.initialize with hybrid_engine.pin_parameters=false")
     if config.checkpoint is None:

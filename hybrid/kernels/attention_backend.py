@@ -18,6 +18,7 @@ class AttentionSettings:
     windows: those of the layers, each once: tokens that a query sees, itself included; 0: all tokens before it;
         below 0: those of its chunk of as many tokens.
     alibi: whether a bias is added to the scaled scores.  sinks: whether heads have sinks.
+    latent_dim: elements of a latent in latent attention; 0: it is not.
     rounded: whether scores are rounded to `dtype` step by step, as in Hugging Face's "eager" attention.
     """
 
@@ -32,6 +33,7 @@ class AttentionSettings:
     alibi: bool = False
     rounded: bool = False
     sinks: bool = False
+    latent_dim: int = 0
 
 
 class SequenceTables(Protocol):
@@ -67,7 +69,8 @@ class AttentionBackend(Protocol):
 
     q [tokens, heads, head_dim] in the settings' dtype, and so is the output. window: one of the settings' windows.
     bias: ALiBi's, [heads, positions], or None.  sinks: for each head the logit of a key without a value, [heads], or
-    None.
+    None.  q_rope: in latent attention [tokens, heads, rope_dim], the queries' part that is compared with the last
+    elements of the one key; q [tokens, heads, latent_dim] then is compared with its latent.
     """
 
     def plan(self, batch: SequenceTables, decoding: bool) -> None:
@@ -85,6 +88,7 @@ class AttentionBackend(Protocol):
         window: int,
         bias: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
+        q_rope: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return attention of the last token of each sequence if `decoding`; else causal attention of each sequence's
         new tokens, the last ones of it in the cache."""

@@ -63,6 +63,7 @@ Drafting, Router = RECORDS["Drafting"], RECORDS["Router"]
 
 SIGNATURES = {
     "lanes": ([], _int),
+    "multiplies_in_tiles": ([], _int),
     "product_share": ([*[_int] * 5, _pointer], None),
     "work_floats": ([_pointer, _int, _int], _int),
     "forward": ([_pointer, _pointer, _int, _int, _pointer, _pointer, _int], _int),

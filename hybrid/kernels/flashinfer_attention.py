@@ -36,6 +36,8 @@ def flashinfer_reason(settings: AttentionSettings, device: torch.device) -> str:
         return "FlashInfer needs a device of compute capability 8.0 or higher"
     if settings.alibi:
         return "ALiBi's bias, rounded as in Hugging Face, is not in FlashInfer"
+    if settings.latent_dim:
+        return "latent attention is not in FlashInfer's wrappers for paged keys and values"
     if settings.sinks:
         return "attention sinks are not in FlashInfer's wrappers for paged caches"
     if min(settings.windows) < 0:
@@ -120,7 +122,8 @@ class FlashInferAttention:
         window: int,
         bias: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
+        q_rope: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        assert bias is None and sinks is None, "FlashInfer adds no bias and has no sinks"
+        assert bias is None and sinks is None and q_rope is None, "FlashInfer has no bias, sinks and latents"
         wrappers = self.decodes if decoding else self.prefills
         return wrappers[window].run(q.contiguous(), (kv.keys, kv.values))

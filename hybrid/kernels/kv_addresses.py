@@ -1,9 +1,9 @@
-"""KV blocks as Triton kernels read them: by addresses from a table on the device.
+"""KV blocks and recurrent states as Triton kernels read them: by addresses from a table on the device.
 
-A CUDA graph that reads the table stays valid when the blocks are allocated again.
+A CUDA graph that reads the table stays valid when they are allocated again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,3 +38,18 @@ def kv_addresses(keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -
     addresses = [tensor.data_ptr() for tensor in tensors]
     assert all(address % ALIGNMENT == 0 for address in addresses), f"blocks must be aligned to {ALIGNMENT} bytes"
     return torch.tensor(addresses, dtype=torch.int64).view(-1, 2)
+
+
+def state_addresses(states: Mapping[int, Sequence[torch.Tensor]], layers: int) -> torch.Tensor:
+    """Return the addresses of each layer's recurrent states, int64 [layers, 2], on the host: of its heads' matrices,
+    and of its convolution's latest inputs; 0 where there are none.
+
+    states: as `PagedKV.states`, contiguous. The caller keeps them alive for as long as kernels read the addresses.
+    """
+    addresses = torch.zeros(layers, 2, dtype=torch.int64)
+    for layer, tensors in states.items():
+        require_contiguous(tensors[0].device, torch.float32, *tensors)
+        found = [tensor.data_ptr() for tensor in tensors]
+        assert all(address % ALIGNMENT == 0 for address in found), f"states must be aligned to {ALIGNMENT} bytes"
+        addresses[layer, 2 - len(found) :] = torch.tensor(found)
+    return addresses

@@ -66,15 +66,20 @@ class Mamba2:
         """Return the shapes of a sequence's states: each head's matrix, and the convolution's latest inputs."""
         return (self.heads, self.state_size, padded(self.head_dim, lanes)), (self.conv_width - 1, self.channels)
 
+    def factors(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+        """Return `multipliers` for each row of the projection, rounded, as Hugging Face's buffer; None if all are 1."""
+        if set(self.multipliers) == {1.0}:
+            return None
+        shared = self.groups * self.state_size
+        counts = torch.tensor([self.inner, self.inner, shared, shared, self.heads])
+        return torch.tensor(self.multipliers, dtype=dtype).repeat_interleave(counts).to(device)
+
     def mixed(self, x: torch.Tensor, layer: MixerLayer) -> torch.Tensor:
         """Return the mixer's output for x [tokens, hidden], and update the states of its sequences."""
         projected = layer.linear("mamba_in", x if self.in_multiplier == 1.0 else x * self.in_multiplier)
-        if set(self.multipliers) != {1.0}:
-            shared = self.groups * self.state_size
-            counts = torch.tensor([self.inner, self.inner, shared, shared, self.heads], device=x.device)
-            # Rounded, as Hugging Face's buffer.
-            factors = torch.tensor(self.multipliers, dtype=x.dtype, device=x.device)
-            projected = projected * factors.repeat_interleave(counts)
+        factors = self.factors(x.dtype, x.device)
+        if factors is not None:
+            projected = projected * factors
         z, channels, steps = projected.split([self.inner, self.channels, self.heads], dim=-1)
         weights, channels = layer.weights, layer.convolved(channels)
         x_of_heads, b, c = F.silu(channels).float().split([self.inner, *[self.groups * self.state_size] * 2], dim=-1)

@@ -20,6 +20,7 @@ from hybrid.kernels.triton_fused import tanh
 MAX_SPLITS = 64  # of a sequence's context, in decode steps
 MULTIPROCESSORS = 132  # of the device that decode steps are divided for: H100 and H200; others are within a factor of 2
 WIDEST_TILE = 128  # the most cached tokens of a loop step, on any device
+LATENT_HEADS = 32  # the most heads of a program in latent attention, of latents of 512 elements; in float32 half
 # Arguments that differ from batch to batch and must not cause a recompilation.
 VARYING = ("sequences", "table_stride", "bias_stride")
 UNBOUNDED = 2**30  # the window of a query that sees all earlier tokens
@@ -76,12 +77,50 @@ def _blocks(table, tokens, end, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def _offsets(blocks, tokens, kv_head, BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
+def _offsets(
+    blocks,
+    tokens,
+    kv_head,
+    BLOCK_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+):
     """Return element offsets of the tokens' keys or values in the KV cache.  int64 [tokens]
 
     blocks: of the tokens.  tokens: positions.
     """
-    return ((blocks.to(tl.int64) * BLOCK_SIZE + tokens % BLOCK_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
+    slots = blocks.to(tl.int64) * BLOCK_SIZE + tokens % BLOCK_SIZE
+    if not ROPE_DIM:
+        slots = slots * KV_HEADS + kv_head
+    return slots * (HEAD_DIM + ROPE_DIM)
+
+
+@triton.jit
+def _head_offsets(head, head_stride, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr):
+    """Return element offsets of heads in a token's queries, which are contiguous without ROPE_DIM."""
+    if not ROPE_DIM:
+        head_stride = HEAD_DIM
+    return head.to(tl.int64) * head_stride
+
+
+@triton.jit
+def _rope_rows(rows, head, mask, ROPE_DIM: tl.constexpr, BLOCK_ROPE: tl.constexpr):
+    """Return the rotated parts of queries in latent attention, [queries, BLOCK_ROPE]; without ROPE_DIM what is not
+    read.  rows: pointers to their tokens."""
+    dims = tl.arange(0, BLOCK_ROPE)
+    if ROPE_DIM:
+        live = mask[:, None] & (dims < ROPE_DIM)[None, :]
+        dims = tl.load(rows + head[:, None] * ROPE_DIM + dims[None, :], mask=live, other=0.0)
+    return dims
+
+
+@triton.jit
+def _rope_scores(query, keys, live, scale, ROPE_DIM: tl.constexpr, BLOCK_ROPE: tl.constexpr):
+    """Return what the rotated parts of queries and keys add to `_scores`.  keys: pointers [tokens]"""
+    dims = tl.arange(0, BLOCK_ROPE)
+    k = tl.load(keys[:, None] + dims[None, :], mask=live[:, None] & (dims < ROPE_DIM)[None, :], other=0.0)
+    return tl.dot(query, tl.trans(k), input_precision="ieee") * (scale * LOG2_E)
 
 
 @triton.jit
@@ -108,6 +147,7 @@ def _with_sink(total, best, sinks, mask):
 @triton.jit(do_not_specialize=VARYING)
 def _decode_kernel(
     q,
+    q_rope,
     kv_addresses,
     lengths,
     block_tables,
@@ -120,11 +160,15 @@ def _decode_kernel(
     scale,
     window,
     q_stride,
+    q_head_stride,
+    q_rope_stride,
     table_stride,
     bias_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     TILE: tl.constexpr,
@@ -143,6 +187,9 @@ def _decode_kernel(
     each program writes its split's output to parts [sequences, KV_HEADS, NUM_SPLITS, GROUP, HEAD_DIM] and the base-2
     logarithm of the sum of its weights to log_totals [sequences, KV_HEADS, NUM_SPLITS, GROUP], and the last one to
     finish joins them.
+
+    ROPE_DIM: above 0 in latent attention: KV_HEADS blocks of GROUP heads share one cached key. Its HEAD_DIM first
+    elements are its value too; the ROPE_DIM others are multiplied with q_rope [sequences, heads, ROPE_DIM].
     """
     keys = tl.multiple_of(tl.load(kv_addresses).to(q.dtype), ALIGNED)
     values = tl.multiple_of(tl.load(kv_addresses + 1).to(q.dtype), ALIGNED)
@@ -160,8 +207,10 @@ def _decode_kernel(
         dims = tl.arange(0, BLOCK_D)
         is_head, is_dim = group_head < GROUP, dims < HEAD_DIM
         is_output = is_head[:, None] & is_dim[None, :]
-        query_offsets = row.to(tl.int64) * q_stride + head[:, None] * HEAD_DIM + dims[None, :]
+        query_offsets = row.to(tl.int64) * q_stride + _head_offsets(head, q_head_stride, HEAD_DIM, ROPE_DIM)[:, None]
+        query_offsets += dims[None, :]
         query = tl.load(q + query_offsets, mask=is_output, other=0.0)
+        query_rope = _rope_rows(q_rope + row.to(tl.int64) * q_rope_stride, head, is_head, ROPE_DIM, BLOCK_ROPE)
         best = tl.full((ROWS,), MASKED, tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         sum_out = tl.zeros((ROWS, BLOCK_D), tl.float32)
@@ -170,7 +219,7 @@ def _decode_kernel(
         for start in range(begin, end, TILE):
             tokens = start + tl.arange(0, TILE)
             live = (tokens >= first) & (tokens < end)
-            token_offsets = _offsets(blocks, tokens, kv_head, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+            token_offsets = _offsets(blocks, tokens, kv_head, BLOCK_SIZE, KV_HEADS, HEAD_DIM, ROPE_DIM)
             blocks = _blocks(table, tokens + TILE, end, BLOCK_SIZE)
             offsets, mask = token_offsets[:, None] + dims[None, :], live[:, None] & is_dim[None, :]
             k = tl.load(keys + offsets, mask=mask, other=0.0)
@@ -179,7 +228,12 @@ def _decode_kernel(
                 bias_at = bias + head[:, None] * bias_stride + tokens[None, :]
                 key_bias = tl.load(bias_at, mask=is_head[:, None] & live[None, :], other=0.0)
             scores = _scores(query, k, key_bias, scale, SOFTCAP, HAS_BIAS, ROUNDED)
-            v = tl.load(values + offsets, mask=mask, other=0.0)
+            if ROPE_DIM:
+                rope_keys = keys + token_offsets + HEAD_DIM
+                scores += _rope_scores(query_rope, rope_keys, live, scale, ROPE_DIM, BLOCK_ROPE)
+                v = k
+            else:
+                v = tl.load(values + offsets, mask=mask, other=0.0)
             best, total, sum_out = _softmax_step(tl.where(live[None, :], scores, MASKED), v, best, total, sum_out)
         cell = row.to(tl.int64) * KV_HEADS + kv_head
         used_splits = tl.cdiv(tiles, split_tiles)
@@ -328,6 +382,8 @@ def decode_tiling(dtype: torch.dtype, group: int, head_dim: int, arch: int) -> T
     rows = max(16, triton.next_power_of_2(group))  # tl.dot's minimum
     if dtype.itemsize == 4:
         return Tiling(rows, 16, 8, 3)
+    if head_dim > 256:  # of latents
+        return Tiling(rows, 32, 8, 3) if shared_kib(arch) > 99 else Tiling(rows, 16, 8, 2)
     tokens = 128 if head_dim <= 64 else 64 if head_dim <= 128 else 32
     return Tiling(rows, tokens, 4 if rows <= 32 else 8, 4 if shared_kib(arch) > 163 else 3)
 
@@ -341,7 +397,9 @@ def prefill_tiling(dtype: torch.dtype, group: int, head_dim: int, arch: int, bia
     large, small = shared_kib(arch) > 163, shared_kib(arch) <= 99
     bias_tiles = bias and group > 1
     if dtype.itemsize == 4:
-        rows, tokens, num_stages = 32, 16, 2 if small else 3
+        rows, tokens, num_stages = 16 if head_dim > 256 else 32, 16, 2 if small else 3
+    elif head_dim > 256:  # of latents
+        rows, tokens, num_stages = 32, 16 if small else 32, 2
     elif head_dim <= 64:
         rows, tokens, num_stages = 128, 128 if large and not (bias or softcap) else 64, 2 if bias_tiles else 3
     elif head_dim <= 128:
@@ -363,6 +421,7 @@ def decode_attention(
     bias: torch.Tensor | None = None,
     rounded: bool = False,
     sinks: torch.Tensor | None = None,
+    q_rope: torch.Tensor | None = None,
     splits: int = 0,
     arch: int = 0,
 ) -> torch.Tensor:
@@ -376,13 +435,16 @@ def decode_attention(
     bias: None, or [heads, positions], added to the scaled scores, for every position of `block_tables` (ALiBi).
     rounded: scores are rounded to q's dtype step by step, as in Hugging Face's "eager" attention.
     sinks: None, or for each head the logit of a key without a value, [heads].
+    q_rope: None, or in latent attention [sequences, heads, rope_dim], contiguous: q is of latents, its heads may be
+        strided; `kv` has one head of head_dim + rope_dim elements, of which the first are the value too.
     splits: of each context, a power of two; 0: by `num_splits`.  arch: compute capability; 0: the device's.
     Returns [sequences, heads, head_dim] in q's dtype. A sequence's bits depend on its own context and on the number of
     splits only.
     """
     require_contiguous(q.device, torch.int32, lengths, *block_tables[:1])
-    (sequences, heads, head_dim), kv_heads = q.shape, kv.kv_heads
-    group = heads // kv_heads
+    sequences, heads, head_dim = q.shape
+    group = heads_of_program(heads, q.dtype) if q_rope is not None else heads // kv.kv_heads
+    kv_heads = heads // group
     tiling = decode_tiling(q.dtype, group, head_dim, arch or architecture(q.device))
     tiles = triton.cdiv(block_tables.shape[1] * kv.block_size, tiling.tokens)
     splits = splits or num_splits(sequences, kv_heads, tiles)
@@ -395,47 +457,66 @@ def decode_attention(
     out = torch.empty((sequences, heads, head_dim), dtype=q.dtype, device=q.device)
     memory = (workspace.parts, workspace.log_totals, workspace.counters)
     extra = (lengths if tensor is None else tensor for tensor in (bias, sinks))
-    tensors = (q, kv.addresses, lengths, block_tables, *extra, out, *memory)
+    tensors = (q, q if q_rope is None else q_rope, kv.addresses, lengths, block_tables, *extra, out, *memory)
     _decode_kernel[(sequences, kv_heads, splits)](
         *tensors,
         scale,
         window or UNBOUNDED,
-        *_strides(q, block_tables, bias),
+        *_strides(q, q_rope, block_tables, bias),
         NUM_SPLITS=splits,
         JOINED_ROWS=triton.next_power_of_2(group),
-        **_constants(q, kv, bias, softcap, rounded, tiling, sinks),
+        **_constants(q, kv, group, bias, softcap, rounded, tiling, sinks, q_rope),
     )
     return out
 
 
-def _strides(q: torch.Tensor, block_tables: torch.Tensor, bias: torch.Tensor | None) -> tuple[int, int, int]:
-    """Return elements from a row to the next one; 0 without a bias."""
-    return q.stride(0), block_tables.stride(0), 0 if bias is None else bias.stride(0)
+def heads_of_program(heads: int, dtype: torch.dtype) -> int:
+    """Return the query heads of a program in latent attention, all of which read the same keys: a divisor of `heads`.
+    More of them would need more registers."""
+    most = LATENT_HEADS * 2 // dtype.itemsize
+    return next(group for group in range(min(heads, most), 0, -1) if heads % group == 0)
+
+
+def _strides(
+    q: torch.Tensor, q_rope: torch.Tensor | None, block_tables: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[int, ...]:
+    """Return elements from a row to the next one, and from a head of q to the next one; 0 without a tensor."""
+    of_rope, of_bias = (0 if tensor is None else tensor.stride(0) for tensor in (q_rope, bias))
+    return *q.stride()[:2], of_rope, block_tables.stride(0), of_bias
 
 
 def _constants(
     q: torch.Tensor,
     kv: LayerKV,
+    group: int,
     bias: torch.Tensor | None,
     softcap: float,
     rounded: bool,
     tiling: Tiling,
     sinks: torch.Tensor | None,
+    q_rope: torch.Tensor | None,
 ) -> dict[str, int | float]:
     """Compile-time constants and launch options of both kernels. Asserts dtypes, devices and strides."""
     heads, head_dim = q.shape[1:]
     require_contiguous(q.device, torch.int64, kv.addresses)
     assert kv.dtype == q.dtype, f"queries are {q.dtype}, keys and values {kv.dtype}"
-    assert kv.head_dim == head_dim and heads % kv.kv_heads == 0, "heads of keys and queries differ"
+    rope_dim = 0 if q_rope is None else q_rope.shape[2]
+    assert kv.head_dim == head_dim + rope_dim and heads % kv.kv_heads == 0, "heads of keys and queries differ"
     assert bias is None or (bias.device == q.device and bias.stride(1) == 1), "the bias of a head must be contiguous"
-    assert q.stride()[1:] == (head_dim, 1), "the heads of a token must be contiguous"
+    assert q.stride(2) == 1, "the elements of a head must be contiguous"
+    assert q_rope is not None or q.stride(1) == head_dim, "the heads of a token must be contiguous"
+    if q_rope is not None:
+        require_contiguous(q.device, q.dtype, q_rope)
+        assert kv.kv_heads == 1 and not rounded and bias is None, "latent attention has one key, and no features"
     if sinks is not None:
         require_contiguous(q.device, sinks.dtype, sinks)
         assert len(sinks) == heads, f"{len(sinks)} sinks of {heads} heads"
     return {
-        "KV_HEADS": kv.kv_heads,
-        "GROUP": heads // kv.kv_heads,
+        "KV_HEADS": heads // group,
+        "GROUP": group,
         "HEAD_DIM": head_dim,
+        "ROPE_DIM": rope_dim,
+        "BLOCK_ROPE": max(16, triton.next_power_of_2(rope_dim)),
         "BLOCK_SIZE": kv.block_size,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),  # tl.dot's minimum
         "SOFTCAP": softcap,
@@ -470,6 +551,7 @@ def owner_of_block(cu_seqlens, owners, block, SIZE: tl.constexpr):
 @triton.jit(do_not_specialize=VARYING)
 def _prefill_kernel(
     q,
+    q_rope,
     kv_addresses,
     cu_seqlens,
     lengths,
@@ -481,11 +563,15 @@ def _prefill_kernel(
     scale,
     window,
     q_stride,
+    q_head_stride,
+    q_rope_stride,
     table_stride,
     bias_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -498,7 +584,7 @@ def _prefill_kernel(
     """One program per KV head and ROWS // GROUP new tokens of one sequence, for all query heads of the KV head.
 
     Row r of its matrices is query head r % GROUP of the group, of new token r // GROUP. Writes out [tokens, heads,
-    head_dim].
+    head_dim].  ROPE_DIM: as `_decode_kernel`'s.
     """
     QUERIES: tl.constexpr = ROWS // GROUP
     keys = tl.multiple_of(tl.load(kv_addresses).to(q.dtype), ALIGNED)
@@ -517,8 +603,10 @@ def _prefill_kernel(
         is_query, is_dim = (query < count) & (tl.arange(0, ROWS) < QUERIES * GROUP), dims < HEAD_DIM
         query_mask = is_query[:, None] & is_dim[None, :]
         token = (first + query).to(tl.int64)[:, None]
-        query_offsets = token * q_stride + head[:, None] * HEAD_DIM + dims[None, :]
+        query_offsets = token * q_stride + _head_offsets(head, q_head_stride, HEAD_DIM, ROPE_DIM)[:, None]
+        query_offsets += dims[None, :]
         query_rows = tl.load(q + query_offsets, mask=query_mask, other=0.0)
+        query_rope = _rope_rows(q_rope + token * q_rope_stride, head, is_query, ROPE_DIM, BLOCK_ROPE)
         best = tl.full((ROWS,), MASKED, tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         sum_out = tl.zeros((ROWS, BLOCK_D), tl.float32)
@@ -530,7 +618,7 @@ def _prefill_kernel(
         for start in range(begin, end, TILE):
             tokens = start + tl.arange(0, TILE)
             live = tokens < end
-            token_offsets = _offsets(blocks, tokens, kv_head, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+            token_offsets = _offsets(blocks, tokens, kv_head, BLOCK_SIZE, KV_HEADS, HEAD_DIM, ROPE_DIM)
             blocks = _blocks(table, tokens + TILE, end, BLOCK_SIZE)
             offsets, mask = token_offsets[:, None] + dims[None, :], live[:, None] & is_dim[None, :]
             k = tl.load(keys + offsets, mask=mask, other=0.0)
@@ -540,7 +628,12 @@ def _prefill_kernel(
             elif HAS_BIAS:
                 key_bias = tl.load(bias + head[:, None] * bias_stride + tokens[None, :], mask=live[None, :], other=0.0)
             scores = _scores(query_rows, k, key_bias, scale, SOFTCAP, HAS_BIAS, ROUNDED)
-            v = tl.load(values + offsets, mask=mask, other=0.0)
+            if ROPE_DIM:
+                rope_keys = keys + token_offsets + HEAD_DIM
+                scores += _rope_scores(query_rope, rope_keys, live, scale, ROPE_DIM, BLOCK_ROPE)
+                v = k
+            else:
+                v = tl.load(values + offsets, mask=mask, other=0.0)
             visible = (tokens[None, :] <= position[:, None]) & (tokens[None, :] >= first_seen[:, None])
             best, total, sum_out = _softmax_step(tl.where(visible, scores, MASKED), v, best, total, sum_out)
         if HAS_SINKS:
@@ -561,6 +654,7 @@ def prefill_attention(
     bias: torch.Tensor | None = None,
     rounded: bool = False,
     sinks: torch.Tensor | None = None,
+    q_rope: torch.Tensor | None = None,
     arch: int = 0,
 ) -> torch.Tensor:
     """Return causal attention of each sequence's new tokens, the last ones of it in the cache, with or without a
@@ -573,15 +667,15 @@ def prefill_attention(
     """
     require_contiguous(q.device, torch.int32, cu_seqlens, lengths, *block_tables[:1])
     (tokens, heads, head_dim), sequences = q.shape, len(lengths)
-    group = heads // kv.kv_heads
+    group = heads_of_program(heads, q.dtype) if q_rope is not None else heads // kv.kv_heads
     features = bias is not None, softcap > 0
     tiling = prefill_tiling(q.dtype, group, head_dim, arch or architecture(q.device), *features)
     out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
     extra = (lengths if tensor is None else tensor for tensor in (bias, sinks))
-    tensors = (q, kv.addresses, cu_seqlens, lengths, block_tables, *extra, out)
-    window, strides = window or UNBOUNDED, _strides(q, block_tables, bias)
-    grid = (tokens // (tiling.rows // group) + sequences, kv.kv_heads)
-    constants = _constants(q, kv, bias, softcap, rounded, tiling, sinks)
+    tensors = (q, q if q_rope is None else q_rope, kv.addresses, cu_seqlens, lengths, block_tables, *extra, out)
+    window, strides = window or UNBOUNDED, _strides(q, q_rope, block_tables, bias)
+    grid = (tokens // (tiling.rows // group) + sequences, heads // group)
+    constants = _constants(q, kv, group, bias, softcap, rounded, tiling, sinks, q_rope)
     _prefill_kernel[grid](*tensors, sequences, scale, window, *strides, **constants)
     return out
 
@@ -590,9 +684,10 @@ class TritonAttention:
     """An AttentionBackend on the kernels of this file. It has every feature, needs no plan and runs in CUDA graphs."""
 
     def __init__(self, settings: AttentionSettings, device: torch.device):
-        self.settings = settings
-        group = settings.num_heads // settings.num_kv_heads
-        self.workspace = split_workspace(group, settings.head_dim, device)
+        self.settings, latent_dim = settings, settings.latent_dim
+        group = settings.num_heads // max(settings.num_kv_heads, 1)  # a model may have no attention
+        group = heads_of_program(settings.num_heads, settings.dtype) if latent_dim else group
+        self.workspace = split_workspace(group, latent_dim or settings.head_dim, device)
 
     def plan(self, batch: SequenceTables, decoding: bool) -> None:
         """Nothing to prepare."""
@@ -606,8 +701,9 @@ class TritonAttention:
         window: int,
         bias: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
+        q_rope: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        features = self.settings.scale, self.settings.softcap, window, bias, self.settings.rounded, sinks
+        features = self.settings.scale, self.settings.softcap, window, bias, self.settings.rounded, sinks, q_rope
         if decoding:
             return decode_attention(q, kv.addresses, batch.lengths, batch.block_tables, self.workspace, *features)
         return prefill_attention(q, kv.addresses, batch.cu_seqlens, batch.lengths, batch.block_tables, *features)

@@ -63,6 +63,7 @@ def _advance_kernel(
     tokens,
     logps,
     seen,
+    state_slots,
     count,
     num_stops,
     capacity,
@@ -94,6 +95,7 @@ def _advance_kernel(
     tl.store(steps + row, step + 1, mask=runs)
     tl.store(new_positions + row, new, mask=runs)
     tl.store(finished + row, tl.full((ROWS,), 1, tl.int32), mask=runs & ends)
+    tl.store(state_slots + row, tl.full((ROWS,), -1, tl.int32), mask=runs & ends)
     tl.store(ids + row, token, mask=goes_on)
     tl.store(positions + row, tl.load(positions + row, mask=goes_on, other=0) + 1, mask=goes_on)
     tl.store(lengths + row, tl.load(lengths + row, mask=goes_on, other=0) + 1, mask=goes_on)
@@ -112,7 +114,8 @@ def advance(
     stop_token_ids: torch.Tensor,
     tokens: torch.Tensor,
     logps: torch.Tensor,
-    seen: torch.Tensor | None = None,
+    seen: torch.Tensor | None,
+    state_slots: torch.Tensor,
 ) -> None:
     """Record each unfinished sequence's new token, and make it the input of its next step unless it is the last one.
 
@@ -124,15 +127,16 @@ def advance(
     stop_token_ids: int64 [n].
     tokens: int64 [max_steps, capacity], and logps: float32 [4, max_steps, capacity], by step and sequence.
     seen: None, or uint8 [sequences, vocab], 1 for the tokens that a sequence has; rows may be strided.
+    state_slots: int32 [sequences]; -1 for a sequence that has ended, so that later steps do not write its state.
     """
     (max_steps, capacity), device = tokens.shape, drawn.device
     require_contiguous(device, torch.int64, drawn, ids, new_positions, limits, stop_token_ids, tokens)
-    require_contiguous(device, torch.int32, positions, lengths, finished, steps)
+    require_contiguous(device, torch.int32, positions, lengths, finished, steps, state_slots)
     require_contiguous(device, torch.float32, *drawn_logps, logps)
     assert logps.shape == (4, max_steps, capacity), f"logprobs are {tuple(logps.shape)}, tokens {tuple(tokens.shape)}"
     assert seen is None or (seen.dtype == torch.uint8 and seen.stride(1) == 1), "seen tokens are uint8, by rows"
     grid = (triton.cdiv(len(drawn), ROWS),)
     batch = ids, positions, lengths, new_positions, limits, finished, steps
-    results = stop_token_ids, tokens, logps, finished if seen is None else seen
+    results = stop_token_ids, tokens, logps, finished if seen is None else seen, state_slots
     sizes = len(drawn), len(stop_token_ids), capacity, max_steps, 0 if seen is None else seen.stride(0)
     _advance_kernel[grid](drawn, *drawn_logps, *batch, *results, *sizes, HAS_SEEN=seen is not None, ROWS=ROWS)

@@ -122,15 +122,15 @@ def mixture(
     down: torch.Tensor,
     gate_up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
-    gated: Callable[[torch.Tensor], torch.Tensor],
+    activation: Callable[[torch.Tensor], torch.Tensor],
     first_expert: int | None = None,
 ) -> torch.Tensor:
     """`hybrid.kernels.torch_ops.mixture`, with the same rounding.  [tokens, hidden], x's dtype
 
-    x [tokens, hidden], gate_up [experts, 2 · inner, hidden], down [experts, hidden, inner].
+    x [tokens, hidden], gate_up [experts, 2 · inner or inner, hidden], down [experts, hidden, inner].
     weights, chosen [tokens, per_token]: of each token's experts.
-    gate_up_bias [experts, 2 · inner, 1], down_bias [experts, hidden, 1]: None: no bias.
-    gated: [items, 2 · inner], gate before up, to [items, inner].
+    gate_up_bias [experts, rows of `gate_up`, 1], down_bias [experts, hidden, 1]: None: no bias.
+    activation: [items, rows of `gate_up`], gate before up if the experts have gates, to [items, inner].
     first_expert: the index in `chosen` of the first of these experts, where other ranks have the others; None: these
         are all.
     """
@@ -147,7 +147,7 @@ def mixture(
     items = grouped_linear(x, gate_up, order, starts, per_token)
     if gate_up_bias is not None:
         items += gate_up_bias[of_bias, :, 0]
-    out = grouped_linear(gated(items), down, order, starts, 1)
+    out = grouped_linear(activation(items), down, order, starts, 1)
     if down_bias is not None:
         out += down_bias[of_bias, :, 0]
     if first_expert is not None:

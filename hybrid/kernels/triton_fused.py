@@ -31,7 +31,7 @@ def tanh(x):
 
 
 @triton.jit
-def _normed(
+def norm_of_row(
     h,
     weight,
     bias,
@@ -91,7 +91,7 @@ def _add_norm_kernel(
     live = columns < width
     h = tl.load(x + row * x_stride + columns, mask=live, other=0.0).to(tl.float32)
     if HAS_POST:
-        h = _normed(h, post_weight, bias, columns, live, width, eps, offset, dtype, False, CENTERED, FLOAT32_WEIGHT)
+        h = norm_of_row(h, post_weight, bias, columns, live, width, eps, offset, dtype, False, CENTERED, FLOAT32_WEIGHT)
         h = h.to(dtype).to(tl.float32)
     if HAS_RESIDUAL:
         added = tl.load(residual + row * residual_stride + columns, mask=live, other=0.0).to(tl.float32)
@@ -99,7 +99,7 @@ def _add_norm_kernel(
         tl.store(total + row * width + columns, h, mask=live)
         h = h.to(tl.float32)
     if HAS_NORM:
-        h = _normed(h, weight, bias, columns, live, width, eps, offset, dtype, HAS_BIAS, CENTERED, FLOAT32_WEIGHT)
+        h = norm_of_row(h, weight, bias, columns, live, width, eps, offset, dtype, HAS_BIAS, CENTERED, FLOAT32_WEIGHT)
         tl.store(normed + row * width + columns, h.to(dtype), mask=live)
 
 
@@ -240,6 +240,41 @@ def activated(
 
 
 @triton.jit
+def _sigmoid_gate_kernel(
+    x,
+    gate,
+    out,
+    gate_stride,
+    gate_head_stride,
+    WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SHARED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per token and BLOCK elements of x [tokens, WIDTH].  SHARED: a head has one gate."""
+    token, element = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live, at = element < WIDTH, gate + token * gate_stride + element // HEAD_DIM * gate_head_stride
+    if not SHARED:
+        at += element % HEAD_DIM
+    factor = tl.load(at, mask=live, other=0.0).to(tl.float32)
+    factor = _rounded(1.0 / (1.0 + tl.exp(-factor)), x.dtype.element_ty)
+    value = tl.load(x + token * WIDTH + element, mask=live, other=0.0).to(tl.float32) * factor
+    tl.store(out + token * WIDTH + element, value.to(x.dtype.element_ty), mask=live)
+
+
+def gated_by_sigmoid(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x * sigmoid(gate), with the sigmoid rounded.  x [tokens, heads, head_dim], contiguous; gate [tokens, heads,
+    head_dim or 1]: tokens and heads may be strided."""
+    tokens, heads, head_dim = x.shape
+    require_contiguous(x.device, gate.dtype, x)
+    assert gate.stride(2) == 1 and gate.shape[:2] == x.shape[:2], "each head has a gate, whose elements are contiguous"
+    out, width, block = torch.empty_like(x), heads * head_dim, 1024
+    constants = {"WIDTH": width, "HEAD_DIM": head_dim, "SHARED": gate.shape[2] == 1 < head_dim, "BLOCK": block}
+    _sigmoid_gate_kernel[(tokens, triton.cdiv(width, block))](x, gate, out, *gate.stride()[:2], **constants)
+    return out
+
+
+@triton.jit
 def _qk_normed(x, inverse_rms, weight, offset, live, FLOAT32_WEIGHT: tl.constexpr):
     """x * inverse_rms * (weight + offset) in x's dtype; unless FLOAT32_WEIGHT, also rounded before the weight.
 
@@ -249,6 +284,20 @@ def _qk_normed(x, inverse_rms, weight, offset, live, FLOAT32_WEIGHT: tl.constexp
     if not FLOAT32_WEIGHT:
         h = h.to(x.dtype).to(tl.float32)
     return (h * (tl.load(weight, mask=live, other=0.0).to(tl.float32) + offset)).to(x.dtype)
+
+
+@triton.jit
+def rope_sum(x, partner_x, before, cos, sin, mask):
+    """x * cos + rotate_half(x) * sin: products are rounded to the dtype of cos and sin, then their sum to x's.
+
+    partner_x: the other element of each pair.  before: whether x is the first.  cos, sin: pointers, of `mask`.
+    """
+    dtype: tl.constexpr = cos.dtype.element_ty
+    c = tl.load(cos, mask=mask, other=1.0).to(tl.float32)
+    s = tl.load(sin, mask=mask, other=0.0).to(tl.float32)
+    x_cos = (x.to(tl.float32) * c).to(dtype).to(tl.float32)
+    partner_sin = (partner_x.to(tl.float32) * tl.where(before, -s, s)).to(dtype).to(tl.float32)
+    return (x_cos + partner_sin).to(x.dtype)
 
 
 @triton.jit
@@ -287,6 +336,7 @@ def _rope_and_write_kernel(
     q_out,
     kv_addresses,
     q_stride,
+    q_head_stride,
     k_stride,
     v_stride,
     norm_eps,
@@ -317,17 +367,17 @@ def _rope_and_write_kernel(
     block = tl.program_id(1)
     block_row = tl.load(slot_mapping + token) * (KV_HEADS * HEAD_DIM)
     source, target, norm = v + token * v_stride, values + block_row, k_norm
-    first, heads = (block - Q_BLOCKS - KV_BLOCKS) * BLOCK_H, block * 0 + KV_HEADS
+    first, heads, head_stride = (block - Q_BLOCKS - KV_BLOCKS) * BLOCK_H, block * 0 + KV_HEADS, block * 0 + HEAD_DIM
     if block < Q_BLOCKS:
         source, target, norm = q + token * q_stride, q_out + token * (HEADS * HEAD_DIM), q_norm
-        first, heads = block * BLOCK_H, block * 0 + HEADS
+        first, heads, head_stride = block * BLOCK_H, block * 0 + HEADS, block * 0 + q_head_stride
     elif block < Q_BLOCKS + KV_BLOCKS:
         source, target = k + token * k_stride, keys + block_row
         first = (block - Q_BLOCKS) * BLOCK_H
     head = first + tl.arange(0, BLOCK_H)[:, None]
     column = tl.arange(0, BLOCK_D)[None, :]
     live = (head < heads) & (column < HEAD_DIM)
-    x = tl.load(source + head * HEAD_DIM + column, mask=live, other=0.0)
+    x = tl.load(source + head * head_stride + column, mask=live, other=0.0)
     if block < Q_BLOCKS + KV_BLOCKS:
         inverse_rms = 1.0
         if HAS_NORM and not NORM_LAST:
@@ -352,18 +402,13 @@ def _rope_and_write_kernel(
             else:
                 before = column < half
                 partner, angle = tl.where(before, column + half, column - half), column % half
-            partner_x = tl.load(source + head * HEAD_DIM + partner, mask=live & is_rotary, other=0.0)
+            partner_x = tl.load(source + head * head_stride + partner, mask=live & is_rotary, other=0.0)
             if HAS_NORM and not NORM_LAST:
                 weight_live = weight_live & is_rotary
                 weight += partner
                 partner_x = _qk_normed(partner_x, inverse_rms, weight, norm_offset, weight_live, FLOAT32_WEIGHT)
             entry = tl.load(rows + token).to(tl.int64) * half + angle
-            c = tl.load(cos + entry, mask=is_rotary, other=1.0).to(tl.float32)
-            s = tl.load(sin + entry, mask=is_rotary, other=0.0).to(tl.float32)
-            # Products are rounded to the dtype of cos and sin, then their sum to x's: x * cos + rotate_half(x) * sin.
-            x_cos = (x.to(tl.float32) * c).to(cos.dtype.element_ty).to(tl.float32)
-            partner_sin = (partner_x.to(tl.float32) * tl.where(before, -s, s)).to(cos.dtype.element_ty).to(tl.float32)
-            x = (x_cos + partner_sin).to(x.dtype)
+            x = rope_sum(x, partner_x, before, cos + entry, sin + entry, is_rotary)
         if HAS_NORM and NORM_LAST:
             square = x.to(tl.float32) * x.to(tl.float32)
             inverse_rms = (1.0 / tl.sqrt(tl.sum(square, 1) / HEAD_DIM + norm_eps))[:, None]
@@ -401,14 +446,15 @@ def rope_and_write(
 ) -> torch.Tensor:
     """Norm and RoPE of q and k; writes k and v to the KV cache.  Returns the new q [tokens, heads, head_dim].
 
-    q [tokens, heads, head_dim], k, v [tokens, kv_heads, head_dim]: heads are contiguous, tokens may be strided.
+    q [tokens, heads, head_dim], k, v [tokens, kv_heads, head_dim]: tokens may be strided, and q's heads, unless the
+        norm is of all of them.
     cos, sin [n, rotary_dim / 2]: in q's dtype to round every product to it, in float32 to round only the result; None:
         no RoPE.
     rows: integers [tokens], the row of cos and sin for each token.
     slot_mapping: int64 [tokens], block * BLOCK_SIZE + offset in the block, for each token's key and value.
     kv: the layer's keys and values, in q's dtype, written in place.
     interleaved: RoPE pairs are neighbours, not halves.  norm: of q and k; None: no norm.
-    Returns q itself if there is neither RoPE nor norm.
+    Returns q itself if there is neither RoPE nor norm, and the heads of a token are contiguous.
     """
     (tokens, heads, head_dim), kv_heads = q.shape, k.shape[1]
     require_contiguous(q.device, torch.int64, kv.addresses, slot_mapping)
@@ -425,16 +471,17 @@ def rope_and_write(
     assert k.dtype == v.dtype == q.dtype, f"queries are {q.dtype}, keys {k.dtype}, values {v.dtype}"
     assert kv.dtype == q.dtype, f"queries are {q.dtype}, cached keys and values {kv.dtype}"
     assert (kv.kv_heads, kv.head_dim) == (kv_heads, head_dim), "heads of keys and of cached keys differ"
-    assert all(x.stride()[1:] == (head_dim, 1) for x in (q, k, v)), "the heads of a token must be contiguous"
+    assert q.stride(2) == 1 and all(x.stride()[1:] == (head_dim, 1) for x in (k, v)), "heads must be contiguous"
+    assert not whole_row or q.stride(1) == head_dim, "the heads of a token must be contiguous"
     rotary = 0 if cos is None else 2 * cos.shape[1]
-    changes = rotary > 0 or norm is not None
+    changes = rotary > 0 or norm is not None or q.stride(1) != head_dim
     q_out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device) if changes else q
     q_blocks, kv_blocks = triton.cdiv(heads, HEAD_BLOCK) if changes else 0, triton.cdiv(kv_heads, HEAD_BLOCK)
     eps, offset, float32_weight = (0.0, 0.0, False) if norm is None else (norm.eps, norm.offset, norm.float32_weight)
     weights = (q, k) if norm is None else (norm.q, norm.k)
     tables = (rows, rows) if cos is None else (cos, sin)
     tensors = (q, k, v, *weights, *tables, rows, slot_mapping, q_out, kv.addresses)
-    strides = (q.stride(0), k.stride(0), v.stride(0))
+    strides = (*q.stride()[:2], k.stride(0), v.stride(0))
     constants = {"HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "ROTARY": rotary}
     constants |= {"Q_BLOCKS": q_blocks, "KV_BLOCKS": kv_blocks, "BLOCK_H": HEAD_BLOCK}
     features: dict[str, int] = {

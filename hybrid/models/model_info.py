@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from hybrid.models.modules import hugging_face_model, text_part, unmergeable_adapter
 from hybrid.models.placeholders import Placeholders
+from hybrid.models.quantized import mark_quantized, quantized_layers
 from hybrid.models.reader import read_decoder
 from hybrid.models.spec import DecoderLayout, UnsupportedModel
 from hybrid.models.structure import Structure, can_generate, read_structure
@@ -28,6 +29,9 @@ class ModelInfo:
 
     model: nn.Module
     reasons: dict[str, str] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        mark_quantized(self.model)
 
     @cached_property
     def base(self) -> nn.Module:
@@ -127,6 +131,9 @@ class ModelInfo:
     @cached_property
     def tp_plan(self) -> TensorPlan | None:
         """Hugging Face's plan for tensor parallelism; None, with the reason in `reasons`, if it cannot be followed."""
+        if any(True for _ in quantized_layers(self.model)):
+            self.reasons["tp_plan"] = "layers of bitsandbytes do not run on slices"
+            return None
         return self._read("tp_plan", read_tp_plan)
 
     def _read(self, name: str, read: Callable[[nn.Module], Value]) -> Value | None:

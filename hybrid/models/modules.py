@@ -16,6 +16,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
+from hybrid.models.quantized import is_quantized
 from hybrid.models.spec import ParamRef
 
 # Where the forwards x Wᵀ + b are defined, in which an adapter's sum can be a change of W.
@@ -131,7 +132,8 @@ def unmergeable(layer: Any) -> str:
     which rows of an embedding are trained (see `running_adapters`)."""
     base, kind = layer.get_base_layer(), type(layer)  # PEFT's subclasses are for quantized bases
     adds_to_weight = (
-        (kind is lora.Linear and type(base).forward.__module__ in LINEAR_FORWARDS)
+        is_on_quantized(layer)
+        or (kind is lora.Linear and type(base).forward.__module__ in LINEAR_FORWARDS)
         or (kind is lora.Embedding and (type(base).forward is nn.Embedding.forward or hasattr(base, "embed_scale")))
         or kind is lora.ParamWrapper
     )
@@ -140,12 +142,18 @@ def unmergeable(layer: Any) -> str:
     if not adds_to_weight:
         return f"{kind.__module__}.{kind.__name__} on a {type(base).__name__}"
     for name, param in base.named_parameters(recurse=False):
-        if not param.is_floating_point():
+        if not param.is_floating_point() and not is_quantized(param):
             return f"an adapter on a quantized weight ({name} is {param.dtype})"
     for adapter, variant in layer.lora_variant.items():
         if not isinstance(variant, DoraLinearVariant | DoraEmbeddingVariant):
             return f"adapter {adapter!r} is a {type(variant).__name__}"
     return ""
+
+
+def is_on_quantized(layer: Any) -> bool:
+    """Whether an adapter layer is PEFT's LoRA on a layer of bitsandbytes whose weight is read dequantized."""
+    weight = getattr(layer.get_base_layer(), "weight", None)
+    return type(layer).__module__ == "peft.tuners.lora.bnb" and is_quantized(weight)
 
 
 def ignored_adapters(model: nn.Module) -> list[str]:
@@ -213,9 +221,10 @@ def parameter_at(ref: ParamRef) -> nn.Parameter | None:
     return getattr(plain(ref.module), ref.parameter, None)
 
 
-def whole_shape(param: torch.Tensor) -> torch.Size:
-    """Return the parameter's full shape; the `shape` of one partitioned by ZeRO-3 is empty."""
-    return getattr(param, "ds_shape", param.shape)
+def whole_shape(param: Any) -> torch.Size:
+    """Return the parameter's full shape; the `shape` of one partitioned by ZeRO-3 is empty, that of a quantized one
+    another."""
+    return param.dequantized.shape if is_quantized(param) else getattr(param, "ds_shape", param.shape)
 
 
 def active_copy(wrapper: ModulesToSaveWrapper) -> nn.Module:

@@ -99,9 +99,12 @@ class Endpoint:
         self.finished: dict[str, int] = dict.fromkeys(("stop", "length", "abort"), 0)
 
     def models(self) -> dict[str, Any]:
-        """Return the list of models: this one."""
-        model = {"id": self.model_name, "object": "model", "created": self.created, "owned_by": "hybrid-engine"}
-        return {"object": "list", "data": [{**model, "max_model_len": self.server.max_model_len}]}
+        """Return the list of models: this one, and its adapters with it as their `parent`, as vLLM does."""
+        parents = dict.fromkeys(self.server.adapters, self.model_name) | {self.model_name: None}
+        common = {"object": "model", "created": self.created, "owned_by": "hybrid-engine"}
+        common["max_model_len"] = self.server.max_model_len
+        data = [{"id": name, "parent": parent, **common} for name, parent in parents.items()]
+        return {"object": "list", "data": sorted(data, key=lambda model: model["parent"] is not None)}
 
     def chat(self, content: Any, session: str, client: str) -> Generation:
         """Return the generation of a chat request. Raises ApiError for what it has wrong."""
@@ -189,11 +192,14 @@ class Endpoint:
         if session and isinstance(content, dict) and content.get("session") is None:
             content = {**content, "session": session}
         request = checked(kind, content)
-        if request.model not in (None, self.model_name):
-            raise ApiError(
-                f"model: {request.model!r} given; it must be {self.model_name!r}", 404, "model", "model_not_found"
-            )
+        if request.model not in (None, *(names := [self.model_name, *self.server.adapters])):
+            allowed = "one of " * (len(names) > 1) + ", ".join(map(repr, names))
+            raise ApiError(f"model: {request.model!r} given; it must be {allowed}", 404, "model", "model_not_found")
         return request
+
+    def _adapter(self, request: GenerationRequest) -> str | None:
+        """Return the adapter that a request names as its model; None: the server's own."""
+        return None if request.model == self.model_name else request.model
 
     def _session(self, request: GenerationRequest) -> Session | None:
         """Return the session of a request, None without one. Raises ApiError if there are too many."""
@@ -225,6 +231,7 @@ class Endpoint:
         timeout."""
         request, ids = generation.request, generation.prompt_ids + sample.ids
         order: dict[str, Any] = {"priority": request.priority, "client": generation.client}
+        order["adapter"] = self._adapter(request)
         try:
             with api_errors():
                 scoring = self.server.score(ids, request.top_logprobs, **order)
@@ -251,6 +258,7 @@ class Endpoint:
             "n": request.n,
             "priority": request.priority,
             "client": generation.client,
+            "adapter": self._adapter(request),
             "logit_bias": request.logit_bias or None,
             "row_id": None if request.seed is not None else row_of(request_id),
         }
@@ -354,7 +362,7 @@ class Endpoint:
         """Return a response, or a chunk of one."""
         name = "cmpl" if kind == "text_completion" else "chatcmpl"
         response = {"id": f"{name}-{generation.request_id}", "object": kind, "created": int(time.time())}
-        return {**response, "model": self.model_name, "choices": choices}
+        return {**response, "model": generation.request.model or self.model_name, "choices": choices}
 
 
 @contextmanager

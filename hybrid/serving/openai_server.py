@@ -117,7 +117,7 @@ def openai_server(
         host: the address to listen at. Another than loopback needs an `api_key`.
         port: 0 takes a free one; the returned `base_url` has it.
         api_key: that clients must give; None: none.
-        model_name: the `model` of requests; None: the tokenizer's `name_or_path`.
+        model_name: the `model` of requests; None: the tokenizer's `name_or_path`. One of `server.adapters` is another.
         history: the context of sessions whose chat template rewrites earlier turns, as for MessageEnvironment:
             "append", as it was sampled, or "template", which forks the row. Requests without a session always have the
             template's.

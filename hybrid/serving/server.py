@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import math
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
@@ -23,7 +24,7 @@ from hybrid.runtime.inputs import checked_number, checked_top_logprobs
 from hybrid.runtime.parallel import rank
 from hybrid.sampling.params import COUNT, MAX_COUNT, SamplingParams, end_token_ids
 from hybrid.sampling.sampler import stream_keys
-from hybrid.weights.named_adapters import Adapters
+from hybrid.weights.named_adapters import BASE, Adapters, chosen_adapters, runs_in_layers
 
 IN_USE = (
     "the engine serves requests, and its weights stay as they are meanwhile: end the block of `engine.serve()` before "
@@ -31,6 +32,7 @@ IN_USE = (
 )
 CLOSED = "the server has been closed, and the requests that it had end with it; await them inside `with engine.serve()`"
 INT64 = 2**63
+TURN_S = 1.0  # in which rows of one adapter are admitted while rows of another one wait
 END: Any = object()  # of a stream's chunks
 
 
@@ -171,7 +173,11 @@ class ActiveRequest:
 class RequestTable:
     """The requests of a server that have no result yet: the source of a scheduler's rows.
 
+    Rows of one adapter are decoded at a time, in turns: one that others wait for ends after TURN_S seconds, or earlier
+    if it has no rows left; rows in slots then end, the others wait for the next turn.
+
     max_queue: the most samples that wait.
+    turn: adapters whose rows are being decoded; None: the server's own adapters.
     """
 
     def __init__(self, max_queue: int):
@@ -179,7 +185,10 @@ class RequestTable:
         self.changed = threading.Condition()  # guards what follows
         self.requests: dict[str, ActiveRequest] = {}
         self.by_number: dict[int, ActiveRequest] = {}
-        self.arrived: list[IncomingRow] = []
+        self.arrived: dict[Adapters | None, list[IncomingRow]] = {}  # not yet taken, by adapters
+        self.turn: Adapters | None = None
+        self.turn_end = 0.0
+        self.last_turns: dict[Adapters | None, float] = {}  # when each ended
         self.aborted: list[int] = []
         self.waiting: set[int] = set()  # numbers of rows
         self.next_number = self.finished = self.failed = self.prompt_tokens = self.generation_tokens = 0
@@ -189,7 +198,7 @@ class RequestTable:
     def open(self, weight_version: int) -> None:
         """Accept requests from now on."""
         with self.changed:
-            self.is_open, self.weight_version = True, weight_version
+            self.is_open, self.weight_version, self.turn_end = True, weight_version, time.monotonic() + TURN_S
 
     def close(self, error: ServerClosed) -> None:
         """Accept no more requests, and end those without a result by this error."""
@@ -203,8 +212,11 @@ class RequestTable:
         for request in left:
             request.future.set_exception(error)
 
-    def add(self, request_id: str | None, n: int, make: Callable[[str, range], tuple]) -> ActiveRequest:
-        """Add a request of `n` samples.  make: returns it and its rows, for its id and the rows' numbers."""
+    def add(
+        self, request_id: str | None, n: int, adapters: Adapters | None, make: Callable[[str, range], tuple]
+    ) -> ActiveRequest:
+        """Add a request of `n` samples.  adapters: of its rows, as `turn`.  make: returns it and its rows, for its id
+        and the rows' numbers."""
         with self.changed:
             if not self.is_open:
                 raise self.error
@@ -225,7 +237,7 @@ class RequestTable:
             self.requests[request_id] = request
             self.by_number.update(dict.fromkeys(numbers, request))
             self.waiting.update(numbers)
-            self.arrived += rows
+            self.arrived.setdefault(adapters, []).extend(rows)
             self.changed.notify_all()
         return request
 
@@ -236,16 +248,50 @@ class RequestTable:
                 self.aborted += request.numbers if index is None else [request.numbers[index]]
                 self.changed.notify_all()
 
+    # ---------------------------------------------- turns of adapters
+
+    def begin_turn(self) -> bool:
+        """Choose the adapters whose rows are decoded next, those whose last turn is the longest ago; return whether the
+        table is open."""
+        with self.changed:
+            self.turn = min(self.arrived, key=lambda adapters: self.last_turns.get(adapters, 0.0), default=self.turn)
+            self.turn_end = time.monotonic() + TURN_S
+            return self.is_open
+
+    def end_turn(self, error: Exception | None = None) -> None:
+        """End the turn.  error: why it could not begin: that of its requests, too."""
+        with self.changed:
+            self.last_turns[self.turn] = time.monotonic()
+            rows = [] if error is None else self.arrived.pop(self.turn, [])
+            failed = {request.request_id: request for row in rows if (request := self.by_number.get(row.number))}
+            for request in failed.values():
+                self._end(request, failed=True)
+        for request in failed.values():
+            request.future.set_exception(error)
+
     # ---------------------------------------------- as a RowSource
 
     def take(self, wait_s: float) -> Arrivals:
-        """Return what has come; wait up to `wait_s` seconds if nothing has."""
+        """Return what has come for the turn; wait up to `wait_s` seconds, of an idle scheduler, if nothing has. Closed
+        once the turn ends."""
         with self.changed:
             if wait_s and self.is_open and not self.arrived and not self.aborted:
                 self.changed.wait(wait_s)
-            arrivals = Arrivals(self.arrived, self.aborted, self.is_open)
-            self.arrived, self.aborted = [], []
-            return arrivals
+            others_wait = bool(self.arrived.keys() - {self.turn})
+            is_over = time.monotonic() >= self.turn_end or (wait_s > 0 and self.turn not in self.arrived)
+            rows = [] if others_wait and is_over else self.arrived.pop(self.turn, [])
+            aborted, self.aborted = self.aborted, []
+            for adapters, waiting in list(self.arrived.items()) if aborted else ():  # the scheduler ends them too
+                rows += [row for row in waiting if row.number in aborted]
+                self.arrived[adapters] = [row for row in waiting if row.number not in aborted]
+                if not self.arrived[adapters]:
+                    del self.arrived[adapters]
+            return Arrivals(rows, aborted, self.is_open and not (others_wait and is_over))
+
+    def put_back(self, rows: Sequence[IncomingRow]) -> None:
+        """Keep rows for the next turn of their adapters."""
+        with self.changed:
+            self.arrived[self.turn] = [*rows, *self.arrived.get(self.turn, [])]
 
     def admit(self, number: int) -> None:
         """Note that a row does not wait any more."""
@@ -356,6 +402,16 @@ class Server:
         self._stream: Stream[int] | None = None
         self._seed = 0
 
+    @property
+    def adapters(self) -> list[str]:
+        """The names that requests may give as `adapter`, "__base__" for none. Empty without adapters, and where ranks
+        gather or compute together."""
+        executor = self._generator.executor
+        named = executor.window.named
+        known = [] if executor.is_shared else named.names()
+        names = [name for name in known if (config := named.configs.get(name)) is None or runs_in_layers(config)]
+        return [*names, BASE] if names else []
+
     # ---------------------------------------------------------------- requests
 
     async def generate(
@@ -392,6 +448,7 @@ class Server:
         request_id: str | None = None,
         priority: int = 0,
         client: str = "",
+        adapter: str | None = None,
     ) -> TokenScores:
         """Return the logprobs of given tokens under the model's logits, between two decode steps of other requests.
 
@@ -404,6 +461,7 @@ class Server:
             request_id: as for `submit`.
             priority: as for `submit`.
             client: as for `submit`.
+            adapter: as for `submit`.
 
         Raises:
             ServerBusy: if the queue is full.
@@ -413,7 +471,8 @@ class Server:
         """
         top_logprobs = checked_top_logprobs(top_logprobs, self._generator.info.size("vocab_size"))
         params = SamplingParams(1)  # required by `_add`; nothing is sampled
-        request = self._add(token_ids, params, request_id, 1, 0, priority, client, top_logprobs=top_logprobs)
+        order = request_id, 1, 0, priority, client
+        request = self._add(token_ids, params, *order, adapter=adapter, top_logprobs=top_logprobs)
         return await self._result(request)
 
     def submit(
@@ -429,6 +488,7 @@ class Server:
         response_prefix: Sequence[int] | torch.Tensor = (),
         logit_bias: Mapping[int, float] | None = None,
         on_chunk: Callable[[Chunk], None] | None = None,
+        adapter: str | None = None,
     ) -> "Future[list[Completion]]":
         """Send a request, from any thread, and return the future of its completions.
 
@@ -446,15 +506,20 @@ class Server:
                 first of them: those of an earlier completion of the same key continue it. Limits count what follows.
             logit_bias: numbers added to the logits of tokens, by token.
             on_chunk: called with new tokens, in the server's thread, which it must not keep waiting.
+            adapter: the name of the adapter of PEFT that samples, as in `engine.rollout`; None: what the server was
+                opened with. Requests of different adapters are decoded in turns of about a second; priorities and
+                clients count within one. A turn drops the prefix cache, and merged weights are merged again.
 
         Raises:
             ServerBusy: if the queue is full.
             ServerClosed: outside the server's block.
             TypeError: for a prompt or settings of a wrong type.
-            ValueError: for their values.
+            ValueError: for their values, and for the name of no adapter.
+            NotImplementedError: for an adapter that the server was not opened with, where ranks gather or compute
+                together.
             InvalidLogitsError: of the future, if logits of a sample had no softmax. Other requests go on.
         """
-        arguments = request_id, n, row_id, priority, client, response_prefix, logit_bias, on_chunk
+        arguments = request_id, n, row_id, priority, client, response_prefix, logit_bias, on_chunk, adapter
         return self._add(prompt_ids, params, *arguments).future
 
     def generate_sync(
@@ -515,6 +580,7 @@ class Server:
         response_prefix: Sequence[int] | torch.Tensor = (),
         logit_bias: Mapping[int, float] | None = None,
         on_chunk: Callable[[Chunk], None] | None = None,
+        adapter: str | None = None,
         top_logprobs: int | None = None,
     ) -> ActiveRequest:
         """Check a request, and queue its samples.  top_logprobs: as IncomingRow's."""
@@ -528,7 +594,7 @@ class Server:
         number = (int, lambda value: -INT64 <= value < INT64, "an integer of 64 bits")
         priority = checked_number("priority", priority, *number)
         self._require_tokens(prompt, prefix, params.max_new_tokens if top_logprobs is None else 0)
-        bias = self._checked_bias(logit_bias)
+        bias, adapters = self._checked_bias(logit_bias), self._adapters_of(adapter)
         stop_token_ids = tuple(end_token_ids(self._generator.model, params.stop_token_ids))
         of_seed = 0 if row_id is None else checked_number("row_id", row_id, *number)
         least = params.min_new_tokens and len(prefix) + params.min_new_tokens
@@ -558,7 +624,22 @@ class Server:
             samples = [Sample((seed, row, index)) for index in range(n)]
             return ActiveRequest(request_id, prompt, numbers, samples, on_chunk, top_logprobs), rows
 
-        return self._table.add(request_id, n, make)
+        return self._table.add(request_id, n, adapters, make)
+
+    def _adapters_of(self, adapter: str | None) -> Adapters | None:
+        """Return the adapters of a request, None for the server's. Raises as `submit` for an adapter."""
+        if adapter is None:
+            return None
+        executor = self._generator.executor
+        executor.window.named.require_given(None, adapter)
+        if (adapters := chosen_adapters(None, adapter)) == self._adapters:
+            return None
+        if executor.is_shared:
+            raise NotImplementedError(
+                f"adapter: {adapter!r} given; where ranks gather weights or compute together a server has one adapter: "
+                f"open it with engine.serve(adapter={adapter!r})"
+            )
+        return adapters
 
     def _require_tokens(self, prompt: list[int], prefix: tuple[int, ...], max_new_tokens: int) -> None:
         """Raise ValueError for tokens that cannot be decoded."""
@@ -622,22 +703,43 @@ class Server:
         return self._stream
 
     def _serve(self, put: Callable[[int], None]) -> None:
-        def begin(weight_version: int) -> None:
-            self._table.open(weight_version)
-            put(weight_version)
-
         error = ServerClosed(CLOSED)
         try:
             with self._open_call():
                 self._seed = self._generator.seeds.next()
-                settings = self.max_num_seqs, self.max_model_len, self._adapters
-                self._generator.serve(self._table, *settings, begin)
+                self._serve_turn(put)
+                while self._table.begin_turn():
+                    self._serve_turn()
         except BaseException as raised:
             error = ServerClosed(f"the server has ended by {type(raised).__name__}: {raised}")
             error.__cause__ = raised
             raise
         finally:
             self._table.close(error)
+
+    def _serve_turn(self, put: Callable[[int], None] | None = None) -> None:
+        """Serve rows of the turn's adapters until it ends; if it cannot begin, its requests fail alone.
+
+        put: of the first turn: called with the weight version once the server is open.
+        """
+        table, has_begun = self._table, False
+        adapters = self._adapters if table.turn is None else table.turn
+
+        def begin(weight_version: int) -> None:
+            nonlocal has_begun
+            has_begun = True
+            if put is not None:
+                table.open(weight_version)
+                put(weight_version)
+
+        try:
+            self._generator.serve(table, self.max_num_seqs, self.max_model_len, adapters, begin)
+        except (NotImplementedError, ValueError) as error:
+            if has_begun or put is not None:
+                raise
+            table.end_turn(error)
+        else:
+            table.end_turn()
 
 
 def row_of(request_id: str) -> int:

@@ -31,6 +31,7 @@ from hybrid.generation.scoring import LayerInputScores, Scores
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.model_inputs import ModelInputs
 from hybrid.models.modules import prompt_encoders
+from hybrid.models.quantized import keep_formats, without_scales
 from hybrid.models.structure import generating_part
 from hybrid.rollout import EnvironmentLimits, RolloutBatch, SamplingParams, StopAfter, UnfinishedRows
 from hybrid.runtime.call_lock import CallLock, with_call_lock
@@ -95,6 +96,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         check_settings(invalid_for_model(info, *blocks))
         check_settings(invalid_sharing(info, sequence_parallel_size))
         mpu_group = group_of_mpu(kwargs.get("mpu"), blocks[0].inference_tp_size)
+        keep_formats(model)
         super().__init__(args, model, **kwargs)
         self.call_lock.device = self.device
         self._settings, self._rollout_settings = blocks
@@ -523,6 +525,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
             for name, parameter in self.module.named_parameters(remove_duplicate=False):
                 if not parameter.requires_grad:
                     state_dict.pop(prefix + name, None)
+            state_dict = without_scales(self.module, state_dict, prefix)
         return state_dict
 
     def _zero3_consolidated_16bit_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -541,14 +544,15 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
             self.mark_weights_changed()
 
     @with_call_lock
-    def load_module_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def load_module_state_dict(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's load_module_state_dict; the weights get a new version.
 
-        Raises RuntimeError inside `inference()`.
+        Raises RuntimeError inside `inference()`, and ValueError for a checkpoint of another quantized base.
         """
         self._require_states("load_module_state_dict()")
+        checkpoint = {**checkpoint, "module": without_scales(self.module, checkpoint["module"])}
         try:
-            return super().load_module_state_dict(*args, **kwargs)
+            return super().load_module_state_dict(checkpoint, *args, **kwargs)
         finally:
             self.mark_weights_changed()
 
@@ -787,12 +791,13 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
             max_model_len: tokens of a sample, prompt included; None: `max_out_tokens`. The KV cache has room for
                 `max_num_seqs` such samples, within `rollout.kv_cache_bytes` and the free memory.
             max_queue: samples that may wait; more raise ServerBusy.
-            adapter: the name of the adapter of PEFT that is served, as in `rollout`.
+            adapter: the name of the adapter of PEFT that is served, as in `rollout`. Requests may name others, but not
+                where ranks gather weights or compute together.
 
         Raises:
             ValueError: for numbers outside these ranges.
-            NotImplementedError: for an encoder-decoder; and as the block begins, with the reason, for a model that runs
-                in its own layers.
+            NotImplementedError: for an encoder-decoder; and as the block begins, with the reason, where ranks together
+                run a model's own layers, and for aLoRA.
         """
         self._builder.info.require_decoder("serve")
         settings = chosen_adapters(adapters, adapter), max_num_seqs, max_model_len, max_queue

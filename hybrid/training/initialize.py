@@ -24,6 +24,7 @@ from hybrid.training.engine import HybridEngine
 from hybrid.training.invalid_settings import (
     invalid_blocks,
     invalid_dtypes,
+    invalid_quantized,
     invalid_sequence_parallel,
     invalid_training,
     is_cast,
@@ -115,6 +116,7 @@ def initialize(
         blocks = (pinned_below_zero3(blocks[0], deepspeed_config.zero_config.stage), blocks[1])
         check_settings(invalid_blocks(*blocks))
         check_settings(invalid_dtypes(model, deepspeed_config))
+        check_settings(invalid_quantized(model, deepspeed_config))
         blocks = (without_graphs_on_cpu(blocks[0]), blocks[1])
         if blocks[1].offload_states:
             require_movable(deepspeed_config)

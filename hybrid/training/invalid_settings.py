@@ -16,6 +16,7 @@ from hybrid.execution.deepspeed_moe import expert_layers
 from hybrid.generation.routing import routers_of
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.modules import ignored_adapters
+from hybrid.models.quantized import EIGHT_BITS, FOUR_BITS, kind_of, quantized_layers, unreadable
 from hybrid.runtime.parallel import world_size
 from hybrid.training.packed_forwards import has_attention_interface
 from hybrid.weights.slices import require_divisible
@@ -106,6 +107,28 @@ def invalid_dtypes(model: torch.nn.Module, config: DeepSpeedConfig) -> Iterator[
     yield InvalidSetting(is_whole and bool(other), "zero_optimization.stage", 0, reason)
 
 
+def invalid_quantized(model: torch.nn.Module, config: DeepSpeedConfig) -> Iterator[InvalidSetting]:
+    """Yield the rows of a model with quantized layers."""
+    stage, key = config.zero_config.stage, "zero_optimization.stage"
+    for name, module in model.named_modules():
+        loaded = "load 4-bit or 8-bit weights by transformers' BitsAndBytesConfig, and initialize before any forward"
+        reason = unreadable(module)
+        yield InvalidSetting(reason != "", f"model ({name})", reason, loaded)
+        is_dora = type(module).__module__ == "peft.tuners.lora.bnb" and len(module.lora_magnitude_vector) > 0
+        on_cpu = stage == 3 and get_accelerator().device_name() == "cpu"
+        replaced = "on CPUs each forward of PEFT's DoRA puts a new parameter, which ZeRO-3 does not know, into a 4-bit "
+        replaced += "layer; use stage 0, 1 or 2, or LoRA without use_dora"
+        yield unsupported(is_dora and on_cpu, key, stage, replaced)
+        if (kind := kind_of(module)) == EIGHT_BITS:
+            held = "bitsandbytes holds each whole 8-bit weight a second time, which ZeRO-3 cannot free; use stage 0, 1 "
+            yield unsupported(stage == 3, key, stage, f"{held}or 2, or 4-bit weights")
+        elif kind == FOUR_BITS and is_cast(config) and module.weight.is_floating_point():
+            dtype = torch.bfloat16 if config.bfloat16_config.enabled else torch.float16
+            cast = f"DeepSpeed casts the model to {dtype}, and its bits with it; use uint8 or {dtype}"
+            other = module.weight.dtype != dtype
+            yield InvalidSetting(other, f"bnb_4bit_quant_storage ({name})", module.weight.dtype, cast)
+
+
 def is_cast(config: DeepSpeedConfig) -> bool:
     """Whether DeepSpeed casts the model."""
     return config.float16_config.enabled or config.bfloat16_config.enabled
@@ -133,6 +156,8 @@ def invalid_for_model(
         yield InvalidSetting(pins is not True, "hybrid_engine.pin_parameters", pins, kept)
         merged = f"with {key}=int8 adapters are merged before weights are quantized; use merged, {model}"
         yield InvalidSetting(rollout.lora == "unmerged", "rollout.lora", rollout.lora, merged)
+        quantized = f"{kind} has layers of bitsandbytes, whose weights are not quantized again; use model"
+        yield InvalidSetting(any(True for _ in quantized_layers(info.model)), key, value, quantized)
         yield from without_decoder(info, rollout, key, value, "read int8 weights", "use model")
         experts = f"{kind} is a mixture of experts, whose matrices are not quantized in training; use model"
         yield InvalidSetting(info.layout is not None and info.layout.spec.num_experts > 0, key, value, experts)

@@ -14,8 +14,8 @@ from hybrid.decoders.fused_model import FusedModel
 from hybrid.decoders.self_check import checked_lengths
 from hybrid.decoders.torch_decoder import WholeDecoder
 from hybrid.generation.block_pool import BlockPool, blocks_for
-from hybrid.generation.model_runner import PREFILL_TOKENS
 from hybrid.generation.scoring import LOGIT_ROWS
+from hybrid.models.quantized import state_bytes
 from hybrid.models.spec import DecoderSpec
 from hybrid.runtime.memory import free_bytes
 from hybrid.runtime.parallel import agreed
@@ -250,7 +250,7 @@ def need_of(
             width = 4 * hidden + 3 * (info.size("intermediate_size") or 4 * hidden)
             activations = max(rows * tokens * width * next(info.model.parameters()).element_size() - logits, 0)
         else:
-            at_once = max(min(ranks * rows * tokens, PREFILL_TOKENS), sum(checked_lengths(decoder)))
+            at_once = max(min(ranks * rows * tokens, decoder.prefill_tokens), sum(checked_lengths(decoder)))
             activations = decoder.activation_bytes(at_once)
         graphs = 0
         if decoder is not None and not mode.streaming and rows:
@@ -263,7 +263,7 @@ def need_of(
 def bytes_at_rest(model: nn.Module) -> int:
     """Return the bytes on this rank of a model's parameters while none is gathered."""
     return sum(
-        param.ds_tensor.nbytes if is_partitioned(param) and param.numel() == 0 else param.nbytes
+        (param.ds_tensor.nbytes if is_partitioned(param) and param.numel() == 0 else param.nbytes) + state_bytes(param)
         for param in model.parameters()
     )
 

@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from hybrid.config import HybridEngineConfig, RolloutConfig
+from hybrid.models.quantized import BLOCK_SIZE, Dequantized
 from hybrid.training.builder import Builder, Mode
 from hybrid.training.memory_plan import MemoryPlan, MemoryPlanner, bytes_at_rest
 
@@ -31,6 +32,7 @@ class Training:
 
     ranks: of the world.  zero_stage: 0 to 3.  lora_rank: of an adapter on all linear layers; 0 trains all weights.
     dtype: of the weights.  device: "cuda" or "cpu".
+    bits: 4 or 8 for a base that bitsandbytes quantizes, under an adapter; 0 for none.
     """
 
     ranks: int = 1
@@ -38,6 +40,11 @@ class Training:
     lora_rank: int = 0
     dtype: torch.dtype = torch.bfloat16
     device: str = "cuda"
+    bits: int = 0
+
+    def __post_init__(self) -> None:
+        if self.bits and not self.lora_rank:
+            raise ValueError(f"a base in {self.bits} bits learns nothing itself; give the rank of an adapter (--lora)")
 
 
 @dataclass(frozen=True)
@@ -167,6 +174,7 @@ class PlannedParameter(nn.Parameter):
     """A parameter without data that says that it is on `planned_device`."""
 
     planned_device = torch.device("cpu")
+    dequantized: Dequantized
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]  # torch declares an attribute
@@ -176,14 +184,23 @@ class PlannedParameter(nn.Parameter):
 
 def pretend_weights(model: nn.Module, training: Training) -> None:
     """Replace each parameter by one without data on the planned device; at ZeRO-3 partitioned as DeepSpeed does it."""
+    head = model.get_output_embeddings().weight
+    linear = {module.weight for module in model.modules() if isinstance(module, nn.Linear)} if training.bits else set()
     planned: dict[nn.Parameter, PlannedParameter] = {}  # tied parameters stay one
     for module in model.modules():
         for name, param in module._parameters.items():
             if param is None:
                 continue
             if param not in planned:
-                planned[param] = torch.Tensor._make_subclass(PlannedParameter, param.data.to("meta"), False)
+                blank, is_quantized = param.data.to("meta"), param in linear - {head} and not param.requires_grad
+                if is_quantized:
+                    blank = torch.empty(param.numel() * training.bits // 8, dtype=torch.uint8, device="meta")
+                planned[param] = torch.Tensor._make_subclass(PlannedParameter, blank, False)
                 planned[param].requires_grad = param.requires_grad
+                if is_quantized:
+                    scales = param.numel() // BLOCK_SIZE if training.bits == 4 else len(param)
+                    of_scales = scales * torch.float32.itemsize
+                    planned[param].dequantized = Dequantized(param.shape, training.dtype, of_scales)
                 if training.zero_stage == 3:
                     partition(planned[param], len(planned), training.ranks)
             module._parameters[name] = planned[param]

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from hybrid.models.modules import active_copy, running_adapters
+from hybrid.models.quantized import dequantized
 from hybrid.runtime.parallel import broadcast_object
 from hybrid.runtime.waiting import waiting_to
 from hybrid.weights.gather import gathered
@@ -84,13 +85,15 @@ def write_model(
 ) -> None:
     """Write the full model from rank 0: the config and Hugging Face's other files, then the tensors.
 
-    layers: the tensors, in the form that `merged_layers` returns.  override: if not None, config.json says float32.
+    layers: the tensors, in the form that `merged_layers` returns.  override: if not None, config.json says float32. It
+        does not say that weights are quantized.
     """
     model.save_pretrained(directory, state_dict={})  # all but the weights
+    config = copy(model.config)
     if override is not None:
-        config = copy(model.config)
         config.dtype = torch.float32
-        config.save_pretrained(directory)
+    vars(config).pop("quantization_config", None)  # what is written is dequantized
+    config.save_pretrained(directory)
     shards = Shards(directory, max_shard_bytes)
     for modules in layers:
         tensors: Tensors = {}
@@ -270,7 +273,7 @@ def read(param: nn.Parameter, override: Override | None) -> torch.Tensor | None:
     value = None if override is None else override(param)
     if value is None:
         with gathered([param]):
-            return None if dist.get_rank() else on_host(param, None if override is None else torch.float32)
+            return None if dist.get_rank() else on_host(dequantized(param), None if override is None else torch.float32)
     return None if dist.get_rank() else on_host(value)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,8 @@ from torch import nn
 
 from hybrid.kernels.host_memory import HostMemory
 from hybrid.models.modules import whole_shape
+from hybrid.models.quantized import dequantized, is_quantized, read_dtype
+from hybrid.runtime.huge_pages import request_huge_pages
 from hybrid.runtime.waiting import collective
 
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renamed it
@@ -27,8 +29,8 @@ def is_partitioned(param: torch.Tensor) -> bool:
 
 
 def whole_bytes(param: torch.Tensor) -> int:
-    """Return the parameter's full (unpartitioned) size in bytes."""
-    return whole_shape(param).numel() * param.element_size()
+    """Return the size in bytes of a parameter that is read: not partitioned, and dequantized."""
+    return whole_shape(param).numel() * read_dtype(param).itemsize
 
 
 def missing(params: Iterable[Param]) -> list[Param]:
@@ -56,6 +58,8 @@ def gathered(params: Iterable[torch.Tensor]) -> Iterator[int]:
 def has_plain_shard(param: torch.Tensor) -> bool:
     """Whether this rank's shard of a partitioned parameter is plain data in memory: not quantized, not on NVMe, and not
     laid out by MiCS in nested groups (deepspeed 0.19.8)."""
+    if is_quantized(param):
+        return False
     shard = param.ds_tensor
     is_in_memory = shard.final_location != OffloadDeviceEnum.nvme and not hasattr(shard, "ds_quant_scale")
     return is_in_memory and not hasattr(param, "comm")
@@ -66,10 +70,15 @@ def storage_for(param: torch.Tensor, host: HostMemory | None = None) -> torch.Te
 
     host: memory that the ranks of one host share; the call is then a collective. None: on this rank's device.
     """
-    dtype = param.ds_tensor.dtype
+    numel, dtype = whole_shape(param).numel(), copy_dtype(param)
     if host:
-        return host.empty(param.ds_numel, dtype)
-    return torch.empty(param.ds_numel, dtype=dtype, device=get_accelerator().current_device_name())
+        return host.empty(numel, dtype)
+    return request_huge_pages(torch.empty(numel, dtype=dtype, device=get_accelerator().current_device_name()))
+
+
+def copy_dtype(param: Any) -> torch.dtype:
+    """Return the dtype of a copy of a partitioned parameter."""
+    return read_dtype(param) if is_quantized(param) else param.ds_tensor.dtype
 
 
 def partition_groups(params: Iterable[torch.Tensor]) -> set[dist.ProcessGroup]:
@@ -94,11 +103,13 @@ def whole_in(storage: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return storage.view(whole_shape(param))
 
 
-def staging_bytes(param: torch.Tensor) -> int:
+def staging_bytes(param: Any) -> int:
     """Return the bytes of staging memory for all-gathering a partitioned parameter: an all-gather also writes the
     padding
     behind the last shard, for which `storage` has no room. 0 without padding, and over gloo, where no padding is
-    sent."""
+    sent. Quantized parameters are gathered as they are."""
+    if is_quantized(param):
+        return param.ds_numel * param.ds_tensor.element_size()
     padded = param.ds_tensor.ds_numel * dist.get_world_size(param.ds_process_group)
     is_exact = padded == param.ds_numel or dist.get_backend(param.ds_process_group) == "gloo"
     return 0 if is_exact else padded * param.ds_tensor.element_size()
@@ -151,7 +162,7 @@ class AsyncAllGather:
             self.host.barrier()
         with gathered(self.through_deepspeed):
             for param in self.through_deepspeed:
-                whole_in(self.storage[param], param).copy_(param)
+                whole_in(self.storage[param], param).copy_(dequantized(param))
 
     def _bring(self, param: nn.Parameter) -> list[dist.Work]:
         """Start the all-gather of one parameter; the returned works are to be waited for.

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
+from hybrid.models.quantized import is_quantized
 from hybrid.models.spec import ParamRef
 
 WeightLoader = Callable[[torch.Tensor], None]
@@ -93,7 +94,8 @@ def keep_in_int8(module: nn.Module, name: str, weight: torch.Tensor, groups: int
 
 def int8_weights(module: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return a module's own int8 parameters, each with its scales."""
-    names = [name for name, param in module._parameters.items() if param is not None and param.dtype == torch.int8]
+    params = {name: param for name, param in module._parameters.items() if param is not None}
+    names = [name for name, param in params.items() if param.dtype == torch.int8 and not is_quantized(param)]
     return [(module._parameters[name], getattr(module, f"{name}_scale")) for name in names]
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from hybrid.models.spec import JOINED, DecoderLayout, ParamRef
+from hybrid.runtime.huge_pages import request_huge_pages
 
 
 class JoinedBuffers:
@@ -45,7 +46,7 @@ def empty_rows(blanks: Sequence[torch.Tensor], device: torch.device) -> tuple[to
     """Return views of one new uninitialized tensor, shaped like `blanks`, concatenated along dimension 0."""
     rows = [len(blank) for blank in blanks]
     whole = torch.empty(sum(rows), *blanks[0].shape[1:], dtype=blanks[0].dtype, device=device)
-    return whole.split(rows)
+    return request_huge_pages(whole).split(rows)
 
 
 def joined_view(pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -15,7 +15,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hybrid.models.modules import unmergeable_adapter, whole_shape
+from hybrid.models.modules import is_on_quantized, unmergeable_adapter, whole_shape
+from hybrid.models.quantized import DequantizedLinear, read_dtype
 
 MERGEABLE = (
     "LoRA, rsLoRA and DoRA on Linear, Conv1D and Embedding, LoRA on expert parameters, modules_to_save, trainable "
@@ -145,7 +146,7 @@ class AdaptedModule(ABC):
         with_dora = any(params.magnitude is not None for params in self.active_params())
         blocks = [0]
         for param in self.sources.values():
-            shape, nbytes = whole_shape(param), (4 if param.dtype == torch.float32 else 8) + 4 * with_dora
+            shape, nbytes = whole_shape(param), (4 if read_dtype(param) == torch.float32 else 8) + 4 * with_dora
             if len(shape) > 1:
                 blocks.append(min(shape.numel(), max(MERGE_ELEMENTS, shape[-1])) * nbytes)
         return max(blocks)
@@ -171,7 +172,7 @@ class AdaptedModule(ABC):
         """
         if not self.is_low_rank() or not isinstance(self.plain, nn.Linear | Conv1D):
             return False
-        return {param.dtype for param in self.adapter_params()} == {self.sources["weight"].dtype}
+        return {param.dtype for param in self.adapter_params()} == {read_dtype(self.sources["weight"])}
 
     def in_weight_layout(self, rows: torch.Tensor) -> torch.Tensor:
         """`rows` [out, n] in the layout of `weight`: transposed to [n, out] if the weight is [in, out]."""
@@ -197,7 +198,8 @@ class PeftAdapted(AdaptedModule):
 
 
 class PeftLinear(PeftAdapted):
-    """`lora.Linear` over nn.Linear or Conv1D (whose weight is [in, out]: `fan_in_fan_out`)."""
+    """`lora.Linear` over nn.Linear or Conv1D (whose weight is [in, out]: `fan_in_fan_out`), and PEFT's classes for
+    quantized layers."""
 
     def active_params(self) -> list[AdapterParams]:
         params = []
@@ -336,6 +338,8 @@ def read_adapter(parent: nn.Module, name: str, module: nn.Module) -> AdaptedModu
     """Return the `AdaptedModule` of `module`, an adapter layer that can be merged."""
     if isinstance(module, BaseTunerLayer):
         plain = module.get_base_layer()
+        if is_on_quantized(module):
+            return PeftLinear(name, parent, module, DequantizedLinear(plain), plain._parameters)
         kinds: dict[type, Callable[..., AdaptedModule]]
         kinds = {lora.Linear: PeftLinear, lora.Embedding: PeftEmbedding, lora.ParamWrapper: PeftExperts}
         return kinds[type(module)](name, parent, module, plain, plain._parameters)

@@ -26,10 +26,13 @@ from torch import nn
 
 from hybrid.kernels.host_memory import HostMemory
 from hybrid.models.modules import whole_shape
+from hybrid.models.quantized import dequantized, is_quantized, read_dtype
 from hybrid.models.spec import ParamRef
+from hybrid.runtime.huge_pages import request_huge_pages
 from hybrid.runtime.profiling import Phase
 from hybrid.weights.gather import (
     AsyncAllGather,
+    copy_dtype,
     gathered,
     has_plain_shard,
     is_partitioned,
@@ -134,7 +137,7 @@ class Snapshot:
         if not self.decoder_only:
             refs = {param: ref for ref, (_, param) in self.sources.items()}
             anywhere = ParamRef(self.weights.info.model, "")
-            for param in filter(is_partitioned, self.weights.info.model.parameters()):
+            for param in filter(must_copy, self.weights.info.model.parameters()):
                 kept.setdefault(param, [Slice(refs.get(param, anywhere), WHOLE_KEY, None)])
             for adapted in self.adapted:
                 for name in (*adapted.sources, "bias"):
@@ -275,8 +278,10 @@ class Snapshot:
         with phase("gather"):
             fetch.wait()
             for param in refresh.params:
-                if param not in refresh.exchanged and (fetch.host is not None or not self._is_copied_whole(param)):
-                    self.keep(param, whole_in(fetch.storage[param], param) if param in fetch.storage else param)
+                if param in fetch.storage and (fetch.host is not None or not self._is_copied_whole(param)):
+                    self.keep(param, whole_in(fetch.storage[param], param))
+                elif param not in fetch.storage and param not in refresh.exchanged:
+                    self.keep(param, dequantized(param))
                 self.stamps[param] = self.weights.stamp(param)
         if adapted:
             with phase("merge"):
@@ -285,7 +290,8 @@ class Snapshot:
                     self.keep_adapters(layer)
                     self.stamps[layer] = self.weights.stamp(layer)
         sliced = sum(storage.nbytes for param, storage in fetch.storage.items() if not self._is_copied_whole(param))
-        temporary = max(refresh.temporary_nbytes, *(layer.merge_temporary_bytes() for layer in adapted), 0)
+        merging = (layer.merge_temporary_bytes() for layer in adapted)
+        temporary = max(refresh.temporary_nbytes, dequantizing_bytes(refresh.params), *merging)
         temporary += next_temporary + sliced + refresh.gathered_bytes
         self.peak_bytes = max(self.peak_bytes, self.nbytes() + temporary)
 
@@ -335,7 +341,7 @@ class Snapshot:
         storage, first = {}, 0
         for param in params:
             nbytes = whole_bytes(param)
-            storage[param] = self.staging[first : first + nbytes].view(param.ds_tensor.dtype)
+            storage[param] = self.staging[first : first + nbytes].view(copy_dtype(param))
             first += aligned(nbytes)
         return AsyncAllGather(storage, self.host)
 
@@ -351,7 +357,7 @@ class Snapshot:
 
     def _is_copied(self, param: nn.Parameter) -> bool:
         """Whether a parameter is copied: else none of it is kept, or the model's own is used."""
-        return param in self.kept and (is_partitioned(param) or not self._is_copied_whole(param))
+        return param in self.kept and (must_copy(param) or not self._is_copied_whole(param))
 
     def _is_copied_whole(self, owner: Owner) -> bool:
         """Whether one copy is kept of `owner`, which is all of it."""
@@ -362,7 +368,7 @@ class Snapshot:
         """Return the memory [numel] to gather `param` into: its copy, or memory of its own if slices are kept."""
         if not self._is_copied_whole(param):
             return storage_for(param)
-        shape, dtype = whole_shape(param), param.ds_tensor.dtype
+        shape, dtype = whole_shape(param), copy_dtype(param)
         return self._buffer(param, self.kept[param][0], shape, dtype, self.device).view(-1)
 
     def _read(self, adapted: Iterable[AdaptedModule]) -> list[nn.Parameter]:
@@ -412,18 +418,19 @@ class Snapshot:
         if self._merges_into_copies(adapted):
             like = next(iter(adapted.sources.values()))
             merged = {
-                name: self._buffer((adapted, name), self.kept[adapted, name][0], shape, like.dtype, like.device)
+                name: self._buffer((adapted, name), self.kept[adapted, name][0], shape, read_dtype(like), like.device)
                 for name, shape in changed.items()
             }
             adapted.merge({name: self.tensor(param) for name, param in adapted.sources.items()}, merged)
         elif self._merges_into_gathered(adapted):
-            for name, tensor in adapted.merged(adapted.sources).items():
+            base = {name: dequantized(param) for name, param in adapted.sources.items()}
+            for name, tensor in adapted.merged(base).items():
                 self.keep((adapted, name), tensor)
         else:
             for part in self.kept.get((adapted, "weight"), ()):
-                base = self.parts[adapted.sources["weight"]][part.key]
-                buffer = self._buffer((adapted, "weight"), part, base.shape, base.dtype, base.device)
-                merge_low_rank(base, sliced_factors(adapted, part), buffer)
+                weight = self.parts[adapted.sources["weight"]][part.key]
+                buffer = self._buffer((adapted, "weight"), part, weight.shape, weight.dtype, weight.device)
+                merge_low_rank(weight, sliced_factors(adapted, part), buffer)
 
     def _buffer(
         self, owner: Owner, part: Slice, shape: torch.Size, dtype: torch.dtype, device: torch.device
@@ -439,7 +446,7 @@ class Snapshot:
             if joined:
                 data = self.joined.part(part.ref, merged, self._blank, self.device)
             else:
-                data = torch.empty(shape, dtype=dtype, device=device)
+                data = request_huge_pages(torch.empty(shape, dtype=dtype, device=device))
             self._add(owner, part.key, data)
         return parts[part.key].data
 
@@ -479,7 +486,7 @@ class Snapshot:
         """Whether, with adapters, the weight at `ref` lies in a joined buffer."""
         if ref not in self.joined.sets:
             return False
-        copied = bool(self.slices) or is_partitioned(self.sources[ref][1])
+        copied = bool(self.slices) or must_copy(self.sources[ref][1])
         return copied or any(map(self._is_merged_at, self.joined.sets[ref]))
 
     def _joined_to_merged(self) -> list[ParamRef]:
@@ -630,7 +637,7 @@ class Snapshot:
         params, adapted = split_by_kind(weights)
         partitioned = [param for param in params if is_partitioned(param)]
         read = sum(whole_bytes(param) for param in self._read(adapted) if is_partitioned(param))
-        merging = max((layer.merge_temporary_bytes() for layer in adapted), default=0)
+        merging = max(dequantizing_bytes(params), *(layer.merge_temporary_bytes() for layer in adapted), 0)
         exchangeable = self._exchangeable(partitioned) if self.slices else {}
         ways = [exchangeable, {}] if HostMemory.is_possible() else [exchangeable]
         return read + max(self._gather_temporary(partitioned, exchanged, merging) for exchanged in ways)
@@ -750,7 +757,7 @@ def joined_sources(
         ]
         if None in params or len({*params} - taken) < len(refs):
             continue
-        if len({(param.dtype, whole_shape(param)[1:]) for param in params}) == 1:
+        if len({(read_dtype(param), whole_shape(param)[1:]) for param in params}) == 1:
             sources |= zip(refs, zip(modules, params, strict=True), strict=True)
             taken.update(params)
     return sources
@@ -776,8 +783,18 @@ def planned_part_bytes(part: Slice, param: nn.Parameter) -> int:
 
 def blank_part(part: Slice | None, param: nn.Parameter) -> torch.Tensor | None:
     """Return a meta tensor for a slice of `param`, or for all of it; None if another rank has all of the slice."""
-    blank = torch.empty(whole_shape(param), dtype=param.dtype, device="meta")
+    blank = torch.empty(whole_shape(param), dtype=read_dtype(param), device="meta")
     return blank if part is None else part.of(blank)
+
+
+def must_copy(param: torch.Tensor) -> bool:
+    """Whether a parameter cannot be read in place: it is partitioned or quantized."""
+    return is_partitioned(param) or is_quantized(param)
+
+
+def dequantizing_bytes(params: Iterable[torch.Tensor]) -> int:
+    """Return the temporary bytes while quantized ones among `params` are copied, one after the other."""
+    return max((whole_bytes(param) for param in params if is_quantized(param)), default=0)
 
 
 def aligned(nbytes: int) -> int:
@@ -787,4 +804,4 @@ def aligned(nbytes: int) -> int:
 
 def memory_kind(param: nn.Parameter) -> tuple:
     """Return a key that is equal for partitioned parameters that may use each other's memory."""
-    return param.ds_numel, param.ds_tensor.ds_numel, param.ds_tensor.dtype
+    return whole_shape(param).numel(), param.ds_tensor.ds_numel, copy_dtype(param)

@@ -21,6 +21,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
+from hybrid.models.quantized import DequantizedLinear, quantized_layers
 from hybrid.runtime.parallel import all_gather_objects, lost_rank_reported, rank, world_size
 from hybrid.runtime.profiling import Profiler
 from hybrid.runtime.waiting import waiting_to
@@ -183,6 +184,9 @@ class InferenceWindow:
         self.own = {param for _, params in self.owners for param in params.values()}
         self.plains = [(layer, dict(layer.plain._parameters)) for layer in snapshot.adapted]
         self.adapted = {layer.wrapper: layer for layer in snapshot.adapted}
+        # Quantized layers, what stands in for each, and its parameters.
+        layers = [layer for _, layer in quantized_layers(model)]
+        self.quantized = [(layer, DequantizedLinear(layer), dict(layer._parameters)) for layer in layers]
         # Adapter layers whose own forward runs, and which must be disabled to run without adapters. LoRA layers are
         # among them unless the snapshot contains the adapters.
         contained = merges and not snapshot.weights.running
@@ -483,6 +487,13 @@ class InferenceWindow:
             tensors = {name: param if param is None else self.snapshot.tensor(param) for name, param in own.items()}
             if any(tensors[name] is not param for name, param in own.items()):
                 yield module, "_parameters", tensors
+        for module, shell, own in self.quantized:
+            yield (
+                shell,
+                "_parameters",
+                {name: param if param is None else self.snapshot.tensor(param) for name, param in own.items()},
+            )
+            yield module, "forward", shell
         for layer, own in self.plains:
             runs_own = self.snapshot.weights.is_unmerged(
                 layer, adapters

@@ -32,6 +32,7 @@ from rlhf_examples.common.parsing import (
 from rlhf_examples.common.refusals import (
     attention_of_another_dtype,
     refused_advantages,
+    refused_bits,
     refused_losses,
     refused_optimizers,
     refused_outside_of_grpo,
@@ -146,6 +147,10 @@ class RunArguments(DataArguments):
     )
     lora_alpha: int = arg(16, "LoRA alpha", LORA)
     lora_dropout: Share = arg(0.0, "LoRA dropout probability")
+    load_in_4bit: bool = arg(False, "load the policy under a LoRA in 4 bits (QLoRA, by bitsandbytes)")
+    load_in_8bit: bool = arg(False, "load the policy under a LoRA in 8 bits, under ZeRO 0 to 2")
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = arg("nf4", "format of 4-bit weights")
+    use_bnb_nested_quant: bool = arg(False, "quantize the scales of 4-bit weights too")
     lora_export: Literal["merged", "adapter"] = arg(
         "merged", "how a LoRA model is exported: merged (a whole model) or adapter (PEFT's files only)"
     )
@@ -183,6 +188,7 @@ class RunArguments(DataArguments):
         yield resume_and_overwrite(self)
         stages = {name: stage for name, stage in vars(self).items() if name.endswith("zero_stage")}
         yield from refused_optimizers(self, stages)
+        yield from refused_bits(self)
         for name in [name for name, stage in stages.items() if stage == 3]:
             yield (
                 self.torch_compile and self.training_forward == "exact",
@@ -258,6 +264,8 @@ class SFTArguments(TrainArguments):
             "packing: true given with streaming: true; it needs streaming: false, because it sorts the records by "
             "length",
         )
+        problem = "load_in_4bit or load_in_8bit: true given without model_name_or_path; give the model to quantize"
+        yield (self.load_in_4bit or self.load_in_8bit) and not self.model_name_or_path, problem
 
 
 @dataclass
@@ -270,6 +278,11 @@ class RewardModelArguments(TrainArguments):
     loss_form: Literal["last", "tokenwise"] = arg(
         "last", "pairwise loss of the last tokens' scores (last), or DeepSpeed-Chat's over all tokens (tokenwise)"
     )
+
+    def refusals(self) -> Iterator[tuple[Any, str]]:
+        yield from super().refusals()
+        problem = "load_in_4bit or load_in_8bit: true given for a reward model; they are for policies: leave them out"
+        yield self.load_in_4bit or self.load_in_8bit, problem
 
 
 @dataclass

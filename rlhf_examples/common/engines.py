@@ -70,6 +70,9 @@ class Training:
                 getattr(args, f"{role}lora_module_name"),
                 args.lora_dropout,
                 export_adapter=args.lora_export == "adapter" and role != "critic_",  # the critic is not exported
+                bits=0 if role == "critic_" else 4 if args.load_in_4bit else 8 * args.load_in_8bit,
+                quant_type=args.bnb_4bit_quant_type,
+                nested_quant=args.use_bnb_nested_quant,
             ),
             optimizer=args.optimizer,
             muon_adam_learning_rate=args.muon_adam_learning_rate,

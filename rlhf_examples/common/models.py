@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BitsAndBytesConfig,
     LlamaConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -94,6 +95,7 @@ class LoRA:
     """A PEFT LoRA.  rank: 0 for none.  modules: PEFT's `target_modules`, names separated by commas.  dropout: of its
     inputs.
     export_adapter: exported as an adapter, without its base model.
+    bits: 4 or 8 if its base is quantized; quant_type, nested_quant: of a base in 4 bits.
     """
 
     rank: int
@@ -101,6 +103,22 @@ class LoRA:
     modules: str
     dropout: float = 0.0
     export_adapter: bool = False
+    bits: int = 0
+    quant_type: str = "nf4"
+    nested_quant: bool = False
+
+    def quantization(self, ds_config: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of `from_pretrained` for the base.  ds_config: the engine's DeepSpeed configuration."""
+        if not self.rank or not self.bits:
+            return {}
+        config = BitsAndBytesConfig(
+            load_in_4bit=self.bits == 4,
+            load_in_8bit=self.bits == 8,
+            bnb_4bit_compute_dtype=dtype_of(ds_config),
+            bnb_4bit_quant_type=self.quant_type,
+            bnb_4bit_use_double_quant=self.nested_quant,
+        )
+        return {"quantization_config": config}
 
     def apply(self, model: nn.Module, task: str) -> nn.Module:
         """`model` with the adapter, its own weights frozen; `model` itself if the rank is 0.  task: PEFT's
@@ -147,6 +165,7 @@ def load(
     config: PretrainedConfig | None = None,
     disable_dropout: bool = False,
     attn_implementation: str = "",
+    **quantization: Any,
 ) -> PreTrainedModel:
     """A model from a directory or hub name, in the dtype of its engine. Every rank takes part.
 
@@ -157,9 +176,10 @@ def load(
     new_prefix: prefix of the names of weights that may be missing; they are initialized, equally on every rank.
     config: replaces the model's own.  disable_dropout: see `without_dropout`.
     attn_implementation: transformers'; empty for its default.
+    quantization: of `LoRA.quantization`; every rank then loads the whole quantized model, under ZeRO-3 too.
     Raises ValueError on every rank if weights are missing, have other shapes or cannot be read.
     """
-    dtype = torch.bfloat16 if ds_config["bf16"]["enabled"] else torch.float32
+    dtype = dtype_of(ds_config)
     hf_ds_config = HfDeepSpeedConfig(ds_config)  # transformers holds a weak reference, so keep it alive while loading
     error = ""
     model: Any = None
@@ -167,6 +187,7 @@ def load(
         config = config or AutoConfig.from_pretrained(name)
         config = without_dropout(config) if disable_dropout else config
         settings = {"config": config, "dtype": dtype, "attn_implementation": attn_implementation or None}
+        settings |= quantization
         model, report = kind.from_pretrained(name, **settings, output_loading_info=True)
         if missing := sorted(key for key in report["missing_keys"] if not new_prefix or not key.startswith(new_prefix)):
             error = f"it has no {', '.join(missing[:20])}; give the checkpoint of a {type(model).__name__}"
@@ -178,6 +199,11 @@ def load(
     if error := next(filter(None, gather_objects(error)), ""):
         raise ValueError(f"{name!r} cannot be loaded: {error}")
     return model
+
+
+def dtype_of(ds_config: dict[str, Any]) -> torch.dtype:
+    """The dtype of an engine's weights, by its DeepSpeed configuration."""
+    return torch.bfloat16 if ds_config["bf16"]["enabled"] else torch.float32
 
 
 def load_merged(
@@ -276,6 +302,13 @@ def load_policy(
             "or a whole model"
         )
     settings: dict[str, Any] = {"disable_dropout": disable_dropout, "attn_implementation": attn_implementation}
+    if lora is not None and lora.rank and lora.bits:
+        settings |= lora.quantization(ds_config)
+        if base_model_of(name) != name:
+            raise ValueError(
+                f"load_in_{lora.bits}bit: {name!r} given, an adapter, which is not merged into quantized weights; give "
+                "a whole model, or load in full precision"
+            )
     model = load_merged(kind, name, ds_config, **settings)
     checkpoint_gradients(model, gradient_checkpointing)
     return model if lora is None else lora.apply(model, "CAUSAL_LM")

@@ -143,6 +143,34 @@ def resume_and_overwrite(args: Any) -> tuple[bool, str]:
     return args.resume and args.overwrite, problem
 
 
+def refused_bits(args: Any) -> Iterator[tuple[Any, str]]:
+    """The refusals of a policy in 4 or 8 bits together with other arguments, or without its package."""
+    name = "load_in_4bit" if args.load_in_4bit else "load_in_8bit"
+    given = f"{name}: true given"
+    loads = args.load_in_4bit or args.load_in_8bit
+    yield args.load_in_4bit and args.load_in_8bit, "load_in_4bit: true given with load_in_8bit: true; give one of them"
+    rank = next((value for value in ("actor_lora_dim", "lora_dim") if hasattr(args, value)), "")
+    yield (
+        loads and rank and not getattr(args, rank),
+        f"{given} with {rank}: 0; quantized weights do not learn: give the rank of an adapter on them",
+    )
+    yield (
+        loads and importlib.util.find_spec("bitsandbytes") is None,
+        f"{given}, whose package is not installed; run: pip install 'hybrid-engine[qlora]'",
+    )
+    stage = next((value for value in ("actor_zero_stage", "zero_stage") if hasattr(args, value)), "")
+    yield (
+        args.load_in_8bit and getattr(args, stage, 0) == 3,
+        f"{given} with {stage}: 3, which cannot free what bitsandbytes holds; give 0, 1 or 2, or load_in_4bit",
+    )
+    for option, default in (("bnb_4bit_quant_type", "nf4"), ("use_bnb_nested_quant", False)):
+        value = getattr(args, option)
+        yield (
+            value != default and not args.load_in_4bit,
+            f"{option}: {value!r} given without load_in_4bit; give load_in_4bit: true, or leave it out",
+        )
+
+
 def refused_optimizers(args: Any, zero_stages: dict[str, int]) -> Iterator[tuple[Any, str]]:
     """The refusals of an optimizer's name together with other arguments, or without its package.
 

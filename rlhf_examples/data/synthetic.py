@@ -57,8 +57,8 @@ STORY_NAMES = "Lily Tom Max Sue Ben Mia Sam Anna Tim Lucy".split()
 
 SIZES = {"train": 4096, "test": 512}  # records of a split
 TEST_SHARE = 0.1  # share of the prompts that only the test split has
-OPERANDS, LARGEST = 4, 7  # an arithmetic sum has OPERANDS numbers, each from 0 to LARGEST
-HELD_OUT_SUMS = 0.64  # share of the 330 sums: an evaluation on 211 different ones has a small standard error
+OPERANDS, LARGEST = 5, 6  # an arithmetic sum has OPERANDS numbers, each from 0 to LARGEST
+HELD_OUT_SUMS = 0.46  # share of the 462 sums: 213 for a small standard error, and 249 so that they are not memorised
 WRONG = 0.85  # share of the supervised answers that are the sum plus one
 LABEL_NOISE = 0.05  # share of the training pairs that are swapped
 SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -95,8 +95,8 @@ def preferences(split: str, seed: int = 0, size: int | None = None, label_noise:
 
 
 def arithmetic(split: str, seed: int = 0, size: int | None = None, wrong: float = WRONG) -> Records:
-    """Sums (`prompt`: "3 + 4 + 5 + 0 ="), their `answer`, and a supervised `completion`, which is too large by one in a
-    share of `wrong`.
+    """Sums (`prompt`: "3 + 4 + 5 + 0 + 4 ="), their `answer`, and a supervised `completion`, which is too large by one
+    in a share of `wrong`.
 
     A model supervised on them knows sums but seldom answers right, so that RL has something to improve. The test split
     has each of its sums once; the train split has none of them in any order.

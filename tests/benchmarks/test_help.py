@@ -8,7 +8,7 @@ from pathlib import Path
 import benchmarks
 
 ROOT = Path(benchmarks.__file__).parents[1]
-WITHOUT_FLAGS = ("gpu_case", "vllm_worker")  # started by another benchmark, with a case as JSON
+WITHOUT_FLAGS = ("gpu_case", "serving_clients", "vllm_worker")  # started by another benchmark, with a case as JSON
 PROGRAM = """
 import contextlib, importlib, io, json, sys
 for name in json.loads(sys.argv[1]):

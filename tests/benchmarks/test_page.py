@@ -54,6 +54,12 @@ def ways(*names: str) -> dict:
     }
 
 
+def latencies(tokens_per_s: float) -> dict:
+    """Figures of a server of `benchmarks.serving`."""
+    times = {"first_token_p50_s": 0.25, "first_token_p99_s": 0.5, "token_p50_s": 0.004, "token_p99_s": 0.008}
+    return {"tokens_per_s": [tokens_per_s]} | {name: [value] for name, value in times.items()}
+
+
 CASE = rollout("120M bf16 b64", 400, hybrid=[2.0, 1.0, 4.0], hf=[8.0], vllm=[3.0])
 MODES = {"sequences": 4, "new_tokens": 10, "prompt_length": 5, "rounds": 1, "dtype": "f32"}
 RANK = {"seconds": {"rollout": 2.0, "train": 3.0}, "tokens": 50, "planned": 2**20, "measured": 2**21}
@@ -97,6 +103,16 @@ INVENTED = {
         "args": {"rows": 1, "prompt_len": 10, "new_tokens": 11, "shape": "120M", "dtype": "bf16"},
         "seconds": {"fused": {"prefill": [1.0], "decode": [2.0]}, "hf": {"prefill": [3.0], "decode": [10.0]}},
     },
+    "serving-120M": {
+        "args": {"shape": "120M", "dtype": "bf16", "rows": 32},
+        "agents": [
+            {
+                "rate": 8.0,
+                "results": {name: latencies(rate) for name, rate in (("hybrid", 600.0), ("vllm", 400.0))},
+            }
+        ],
+        "overhead": {"rollout": [200.0, 100.0, 400.0], "endpoint": [150.0]},
+    },
     "overhead": {
         "windows": [{"layers": 8, "modules": 9, "hooks": 7, "empty_ms": [3.0, 1.25], "gather_ms": [50.0]}],
         "plans": [{"shape": "7M", "way": "LoRA, merged", "planned": 3 * 2**20, "peak": 2 * 2**20}],
@@ -118,6 +134,11 @@ INVENTED = {
                 "tokens_per_second": 100.0 * seed,
             }
             for seed in range(2)
+        }
+    },
+    "trl_sums": {
+        "ways": {
+            "TRL's GRPOTrainer": [{"rewards": [0.25] * 10 + [0.75] * 10, "exact_match": match} for match in (0.5, 0.75)]
         }
     },
     "stories": {
@@ -176,13 +197,20 @@ def test_every_figure_is_that_of_the_files(root):
         "| streaming | 0.50 | 25.0% | 1 | 40 | 2.00 |",  # 80 tokens of both ranks in 2 s; the last way takes 4 s
         "| 7M, f32 | 80 | 40 | 0.50 | – | – |",
         "| 120M bf16, 1 × 10 | fused | 10 | 3.00 | 5 | 5.00 |",
+        "| 120M bf16 | 8 | this engine | 600 | 1.50 | 250 | 500 | 4.0 | 8.0 |",
+        "| 120M bf16 | 8 | `vllm serve` | 400 | 1.00 | 250 | 500 | 4.0 | 8.0 |",
+        "| 120M bf16, 32 rows | endpoint | 150 | 0.75 |",
         "| 8 layers, 9 modules, 7 hooks of DeepSpeed | 1.2 | 50.0 |",
         "| 7M, LoRA, merged | 3.0 | 2.0 | 1.50 |",
         "| rollout, tokens/s | 50.0 |",  # both ranks' 100 tokens in 2 s
         "| measured, of each rank | 2, 2 |",
         "| from the KV cache | 0.500 | 8.00 | 25.0% |",
         "| greedy, tail | 2.500 (2.000–3.000) | 1.000 | 2.50 (2.00–3.00) |",
-        "| gold_score_after | 0.625 ± 0.12 | 0.5 | 0.75 |",
+        "| gold_score_after | 0.625 ± 0.12 | ± 0.35 | – | 0.5 | 0.75 |",
+        "| trainer | reward 1–5 | reward 6–10 | reward 11–15 | reward 16–20 | last 10 | held-out exact match | "
+        "of each seed |",
+        "| TRL's GRPOTrainer | 0.250 ± 0.000 | 0.250 ± 0.000 | 0.750 ± 0.000 | 0.750 ± 0.000 | 0.750 ± 0.000 | "
+        "0.625 ± 0.177 | 0.500, 0.750 |",
         "| full | 1.00 | 3.00 | 2.00 ± 0.00 | 4.0, 4.0 nats a sequence | 1.00, 1.00 |",
         "| 7B bf16 b64 prompt 512 | hybrid | 1000.00 (1000.00–1000.00) | 50% | 1.00 (1.00–1.00) | 25% | 64000 |  |",
         "| tokens a second of rollouts | Hugging Face's `generate`, whole model | 4.00 | An Abacus, AVX2 |",

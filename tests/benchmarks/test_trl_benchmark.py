@@ -1,12 +1,14 @@
-"""The benchmark of TRL's step: every contender trains, and the table has a row for each."""
+"""Benchmarks against TRL's trainer: every contender trains, and the tables have a row for each."""
 
 import importlib.util
 import re
 from xml.etree import ElementTree
 
 import pytest
+import yaml
 
-from benchmarks import plot
+from benchmarks import plot, tables, trl_sums
+from tests.rlhf_examples.test_demos import ROOT
 
 NAMES = (
     "TRL's default: gather all, Hugging Face",
@@ -32,6 +34,24 @@ def test_every_contender_has_a_row(measure, tmp_path):
     assert [len(contender["step_s"]) for contender in report["contenders"].values()] == [1] * len(NAMES)
     plot.iteration(report).draw(tmp_path / "step.svg")
     assert "<svg" in (tmp_path / "step.svg").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed: pip install trl")
+def test_both_trainers_start_from_one_model_and_have_the_same_budget(tmp_path, monkeypatch):
+    """At a learning rate of 0 both end with the supervised model, so their evaluations, with equal keys, are equal."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    demo = yaml.safe_load((ROOT / "configs" / "demo.yaml").read_text())
+    demo["steps"]["sums"] |= {"max_steps": 20}
+    demo["steps"]["grpo"] |= {"num_iterations": 4, "actor_learning_rate": 0.0}
+    demo["steps"]["exported"] |= {"eval_rows": 32, "eval_num_generations": 2}
+    ways = trl_sums.run(0, demo, tmp_path)
+    assert [len(way["rewards"]) for way in ways.values()] == [4, 4]
+    ours, theirs = ways[trl_sums.OURS], ways[trl_sums.TRL]
+    assert ours["exact_match"] == theirs["exact_match"] and 0 < ours["standard_error"] < 0.2
+    (_, _, first, second) = tables.trl_sums({"ways": {name: [way, way] for name, way in ways.items()}})
+    assert first.startswith(f"| {trl_sums.OURS} |") and second.startswith(f"| {trl_sums.TRL} |")
 
 
 def test_the_bars_have_the_medians_lengths(tmp_path):

@@ -1,20 +1,24 @@
 """`hybrid doctor`, `plan`, `serve`, `report` and `replay`: what they print, and how they exit."""
 
+import copy
 import json
 import signal
 import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
+import peft
 import pytest
+import torch
 from packaging.requirements import Requirement
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hybrid.__main__ import app
 from hybrid.cli import doctor
-from hybrid.cli.commands import bytes_of
+from hybrid.cli.commands import adapter_paths, bytes_of
 from hybrid.cli.doctor import size_text
 from tests.rlhf_examples.chat_models import chat_model
 from tests.tiny_models import FAMILIES, VOCABULARY
@@ -315,7 +319,9 @@ def test_replay_hands_its_arguments_on(arguments, message):
     done = subprocess.run(
         [sys.executable, "-m", "hybrid", "replay", *arguments], capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 2 and done.stderr.startswith(message), done.stderr
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith(message), (
+        done.stderr
+    )  # others' warnings before
 
 
 WRONG_CONFIGS = {
@@ -402,19 +408,45 @@ def test_doctor_shows_no_secrets(machine, tmp_path):
     assert not any(secret in text for secret in ("hf_abcdef", "key-abc", "hunter2", "p@ss", "abcd"))
 
 
+def adapters_of(model, folder: Path, *names: str) -> dict[str, Path]:
+    """Paths of random adapters of a model, large enough that the texts differ."""
+    for number, name in enumerate(names):
+        torch.manual_seed(number)
+        config = peft.LoraConfig(r=4, lora_alpha=64, target_modules="all-linear", init_lora_weights=False)
+        adapted = peft.get_peft_model(copy.deepcopy(model), config, adapter_name=name)
+        adapted.save_pretrained(folder / "adapters")
+    return {name: folder / "adapters" / name for name in names}
+
+
+def test_what_is_no_adapter_is_said():
+    with pytest.raises(ValueError, match="--lora-modules: 'sql' given; it must be NAME=PATH of an adapter"):
+        adapter_paths(["sql"])
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_serve_answers_until_it_is_interrupted(machine, tmp_path, number):
     pytest.importorskip("fastapi", reason="the extra `server` has it")
     model = chat_model(tmp_path)
+    adapters = adapters_of(AutoModelForCausalLM.from_pretrained(model), tmp_path, "sql", "chat")
     command = [sys.executable, "-m", "hybrid", "serve", model, "--port", "0", "--name", "tiny", "--dtype", "float32"]
+    command += [text for name, path in adapters.items() for text in ("--lora-modules", f"{name}={path}")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as served:
         try:
             line = next(line for line in served.stdout if line.startswith("tiny at "))
             url = line.split()[2].removesuffix(";")
-            body = json.dumps({"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}).encode()
-            request = urllib.request.Request(f"{url}/chat/completions", body, {"Content-Type": "application/json"})
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                assert 0 < json.load(answer)["usage"]["completion_tokens"] <= 3
+            with urllib.request.urlopen(f"{url}/models", timeout=60) as answer:
+                parents = {each["id"]: each["parent"] for each in json.load(answer)["data"]}
+            assert parents == {"tiny": None, "chat": "tiny", "sql": "tiny", "__base__": "tiny"}
+            texts = {}
+            for name in parents:
+                chat = {"model": name, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "seed": 1}
+                body, headers = json.dumps(chat).encode(), {"Content-Type": "application/json"}
+                request = urllib.request.Request(f"{url}/chat/completions", body, headers)
+                with urllib.request.urlopen(request, timeout=60) as answer:
+                    content = json.load(answer)
+                assert 0 < content["usage"]["completion_tokens"] <= 8
+                texts[name] = content["choices"][0]["message"]["content"]
+            assert texts["tiny"] == texts["__base__"] and len(set(texts.values())) == 3, texts
             served.send_signal(number)
             _, errors = served.communicate(timeout=60)
         finally:

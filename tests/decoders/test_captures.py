@@ -29,7 +29,7 @@ from hybrid.sampling.sampler import in_fields, sample_sharded, stream_keys
 from hybrid.sampling.state import SamplingState
 from hybrid.sampling.vocabulary import VocabularySlice
 from hybrid.weights.slices import Shard
-from tests.decoders.test_cuda_decoder import DEVICE, cuda_decoder, small
+from tests.decoders.test_cuda_decoder import DEVICE, LATENTS, cuda_decoder, small
 from tests.decoders.test_sharded_decoder import Slices
 from tests.device_ops import RecordedCapture
 from tests.marks import slow_but
@@ -89,7 +89,7 @@ def sampling_of(
     return SamplingState(keys, zeros, *settings)
 
 
-CASES = [("qwen3", 2, 2), ("mixtral", 2, 1), ("qwen3", 1, 1), ("mixtral", 1, 1), ("mixtral", 4, 2)]
+CASES = [("qwen3", 2, 2), ("mixtral", 2, 1), ("qwen3", 1, 1), ("mixtral", 1, 1), ("mixtral", 4, 2), (LATENTS, 1, 1)]
 
 
 @torch.no_grad()

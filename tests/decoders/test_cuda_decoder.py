@@ -5,11 +5,11 @@ tokens, and a capture that only stores the function. Tests that need a device ar
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
 
@@ -27,6 +27,7 @@ from tests.decoders.test_sharded_decoder import Slices
 from tests.decoders.test_torch_decoder import VARIANTS as EVERY_VARIANT
 from tests.decoders.test_torch_decoder import average, distance, own_weights
 from tests.decoders.test_unmerged_lora import fused_of
+from tests.device_ops import DeviceOps
 from tests.kernels import interpreter_bfloat16
 from tests.marks import skip_with_old_transformers, slow_but
 from tests.tiny_models import ALL_FAMILIES as EVERY_FAMILY
@@ -40,9 +41,9 @@ QUICK = (
     "gemma2",
     "bloom",
 )
-# Latent attention has no kernels for GPUs.
 ALL_FAMILIES = {family: sizes for family, sizes in EVERY_FAMILY.items() if family not in WITHOUT_TRITON}
 VARIANTS = {name: variant for name, variant in EVERY_VARIANT.items() if variant[0] not in WITHOUT_TRITON}
+LATENTS = "deepseek_v3, yarn, no dense layers, tied"  # latent attention
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -86,7 +87,15 @@ class Decoding:
         self.decoder, self.ids, self.device = decoder, ids, device
         needed = [-(-len(ids_of_row) // BLOCK_SIZE) for ids_of_row in ids]
         self.kv = decoder.kv(1 + sum(needed))
-        for blocks in (*self.kv.keys, *self.kv.values):
+        self.state_slots = None
+        if decoder.spec.is_recurrent:
+            self.kv = replace(self.kv, states=decoder.states(len(ids)))
+            self.state_slots = torch.arange(len(ids), device=device).flip(0).int()
+        for blocks in (
+            *self.kv.keys,
+            *self.kv.values,
+            *(state for layer in self.kv.states.values() for state in layer),
+        ):
             blocks.fill_(torch.nan)
         self.block_tables = torch.full((len(ids), max(needed)), 10**6, dtype=torch.int32)
         for row, own in zip(self.block_tables, (1 + torch.randperm(sum(needed))).split(needed), strict=True):
@@ -101,6 +110,7 @@ class Decoding:
             cu_seqlens=torch.tensor([0] + [end - begin for begin, end in spans]).cumsum(0).int().to(self.device),
             lengths=torch.tensor([end for _, end in spans], dtype=torch.int32, device=self.device),
             block_tables=self.block_tables,
+            state_slots=self.state_slots,
         )
 
     @torch.no_grad()
@@ -140,7 +150,7 @@ def cuda_decoder(model: torch.nn.Module, max_capture_size: int = 0) -> CudaDecod
     return decoder
 
 
-@pytest.mark.parametrize("variant", slow_but(["gemma2"], VARIANTS))
+@pytest.mark.parametrize("variant", slow_but(["gemma2", LATENTS], VARIANTS))
 def test_logits_equal_hugging_face(variant):
     """Prefill, decode steps in graphs with padding sequences, a token behind a prefix; every mechanism in float32."""
     model = small(variant)
@@ -182,21 +192,15 @@ def test_half_precision_logits_round_as_hugging_face(variant):
     assert average(actual, expected) < average(expected, exact)
 
 
-class CountedLaunches(TorchDispatchMode):
-    """Counts operations that launch a kernel on a device: neither views nor allocations."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += not (func.is_view or func in (torch.ops.aten.empty.memory_format, torch.ops.aten.detach.default))
-        return func(*args, **(kwargs or {}))
-
-
 # Norm, queries keys and values, rope, attention, its projection, norm, up, activation, down. Parallel layers add the
 # outputs of attention and MLP. Ministral 3 scales its queries.
-LAUNCHES = {"gpt_neox": 10, "gptj": 9, "falcon": 9, "phi": 9, "ministral3": 10}
+# Latent attention: norm, latent of queries, its norm, queries, latent and key, their norm, rope and write, and two
+# products around attention.
+LATENT_LAUNCHES = dict.fromkeys(("youtu", "minicpm3"), 14)
+LAUNCHES = {"gpt_neox": 10, "gptj": 9, "falcon": 9, "phi": 9, "ministral3": 10, **LATENT_LAUNCHES}
 
 
+@torch.no_grad()
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts launches of interpreted kernels")
 @pytest.mark.parametrize("family", slow_but(CROSSED, ALL_FAMILIES))
 def test_a_dense_layer_takes_nine_launches(family, monkeypatch):
@@ -207,14 +211,9 @@ def test_a_dense_layer_takes_nine_launches(family, monkeypatch):
     decoding, counts = Decoding(decoder, sequences((3, 3))), []
     batch, hidden = decoding.batch([(2, 3), (2, 3)]), torch.zeros(2, decoder.spec.hidden_size, device=DEVICE)
     for layers in (1, 1, 2):  # the first run makes tables
-        with CountedLaunches() as launches, monkeypatch.context() as patch:
-
-            def launch(*args, launches=launches, **kwargs):
-                launches.count += 1
-
-            patch.setattr("triton.runtime.interpreter.InterpretedFunction.run", launch)
+        with DeviceOps().on(monkeypatch) as device:
             decoder.decode_layers(hidden, batch, decoding.kv, 0, layers)
-        counts.append(launches.count)
+        counts.append(len(device.seen))
     assert counts[2] - counts[1] == LAUNCHES.get(family, 9)
 
 
@@ -233,7 +232,7 @@ def check_slices(variant: str) -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="two ranks of one device cannot exchange by NCCL")
-@pytest.mark.parametrize("variant", slow_but(["qwen3"], ["qwen3", "bloom", "mixtral", "olmo2", "falcon, new"]))
+@pytest.mark.parametrize("variant", slow_but(["qwen3"], ["qwen3", "bloom", "mixtral", "olmo2", "falcon, new", LATENTS]))
 def test_slices_equal_hugging_face_at_two_ranks(ranks, variant):
     ranks.run(check_slices, variant)
 

@@ -15,7 +15,6 @@ from transformers import (
 )
 
 from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
-from hybrid.generation import model_runner as rows
 from hybrid.generation.block_pool import BlockPool, blocks_for
 from hybrid.generation.completions import Completions
 from hybrid.generation.request import Request
@@ -45,6 +44,7 @@ class PagedMock:
     device = torch.device("cpu")
     vocabulary = group = None
     samples_in_kernel = samples_with_penalties = False
+    prefill_tokens = 2048
 
     def __init__(self):
         self.prefilled = 0  # tokens
@@ -286,7 +286,7 @@ def test_a_common_block_of_prompts_is_prefilled_once(caches_prefixes):
 
 @pytest.mark.parametrize("at_once", [7, 16, BLOCK_SIZE])
 def test_prefill_is_split_into_chunks(monkeypatch, at_once):
-    monkeypatch.setattr(rows, "PREFILL_TOKENS", at_once)
+    monkeypatch.setattr(PagedMock, "prefill_tokens", at_once)
     request = request_of(MIXTURE)
     actual, decoder, _ = run_scheduler(request)
     require_same(actual, expected(request))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hybrid.decoders.batch import BLOCK_SIZE, KVWeights
+from hybrid.decoders.cpu_decoder import CpuDecoder
 from hybrid.decoders.torch_decoder import WholeDecoder
 from hybrid.generation.block_pool import BlockPool
 from hybrid.generation.model_runner import hidden_states
@@ -177,7 +178,7 @@ def test_bfloat16_scores_are_the_same_bits(family):
 @torch.no_grad()
 def test_runs_of_few_rows_and_little_room_change_no_bit(rows_at_once, blocks, monkeypatch):
     """Prefixes stay for later runs; with too little room they are computed again, and the inputs stored once."""
-    monkeypatch.setattr("hybrid.generation.model_runner.PREFILL_TOKENS", 50)  # a sequence in several forwards
+    monkeypatch.setattr(CpuDecoder, "prefill_tokens", 50)  # a sequence in several forwards
     model, rows = tiny_model("gemma2").eval(), groups()
     rows = [rows[n] for n in torch.randperm(len(rows), generator=torch.Generator().manual_seed(3))]
     sequences, mask = padded(rows)

@@ -20,8 +20,23 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from hybrid.kernels import triton_attention, triton_decode, triton_experts, triton_fused, triton_int8, triton_sampling
+from hybrid.kernels import (
+    triton_attention,
+    triton_decode,
+    triton_experts,
+    triton_fused,
+    triton_int8,
+    triton_latent,
+    triton_sampling,
+)
 from hybrid.kernels.kv_addresses import LayerKV
+from hybrid.kernels.recurrent import RecurrentMixer
+from hybrid.kernels.torch_delta_net import GatedDeltaNet, KimiDeltaAttention
+from hybrid.kernels.torch_mamba2 import Mamba2
+from hybrid.kernels.torch_short_conv import ShortConv
+from hybrid.kernels.triton_delta_net import delta_net, kimi_delta
+from hybrid.kernels.triton_mamba2 import mamba2
+from hybrid.kernels.triton_recurrent import KernelLayer, StateTables, short_conv
 from hybrid.kernels.triton_sampling import SamplingFeatures
 
 TYPES = {
@@ -124,6 +139,24 @@ def launch_all_attention(head_dim: int, arch: int) -> None:
     launch_attention(torch.float32, head_dim, 4, "bias", arch)
 
 
+def launch_latent_attention(dtype: torch.dtype, heads: int, arch: int) -> None:
+    """DeepSeek V3's sizes: latents of 512 and keys of 64 more, with several splits and one, and what is before."""
+    cache = LayerKV(torch.empty(2, dtype=torch.int64), dtype, 32, 1, 576)
+    numbers, tables = torch.empty(4, dtype=torch.int32), torch.empty(4, 128, dtype=torch.int32)
+    q, kv = torch.empty(4, heads, 192, dtype=dtype), torch.empty(4, 576, dtype=dtype)
+    table, slot_mapping, weight = torch.empty(99, 32, dtype=dtype), torch.empty(4, dtype=torch.int64), kv[0, :512]
+    for interleaved in (False, True):
+        triton_latent.latent_and_rope(
+            kv, q, weight, table, table, numbers, slot_mapping, cache, 1e-6, interleaved=interleaved
+        )
+    q, q_rope = torch.empty(heads, 4, 512, dtype=dtype).transpose(0, 1), torch.empty(4, heads, 64, dtype=dtype)
+    workspace = triton_attention.split_workspace(triton_attention.heads_of_program(heads, dtype), 512, q.device)
+    for splits in (1, 4):  # the workspace is of fewer than twice the multiprocessors
+        blocks = numbers, tables, workspace
+        triton_attention.decode_attention(q, cache, *blocks, 0.1, q_rope=q_rope, splits=splits, arch=arch)
+    triton_attention.prefill_attention(q, cache, numbers, numbers, tables, 0.1, q_rope=q_rope, arch=arch)
+
+
 def launch_fused(dtype: torch.dtype) -> None:
     """Rope, norms, activations; head_dim 80 needs masked columns."""
     q, k = (torch.empty(4, heads, 80, dtype=dtype) for heads in (32, 2))
@@ -145,6 +178,13 @@ def launch_fused(dtype: torch.dtype) -> None:
         for gated in (False, True):
             triton_fused.activated(x, activation, gated)
     triton_fused.activated(x, triton_fused.CLAMPED, True, 1.702, 7.0)
+    # Qwen3.5's queries, each head with its gate behind it; and a gate of a head.
+    q, gate = torch.empty(4, 16, 2, 256, dtype=dtype).unbind(2)
+    k, kv = torch.empty(4, 2, 256, dtype=dtype), LayerKV(torch.empty(2, dtype=torch.int64), dtype, 32, 2, 256)
+    norm, table = triton_fused.QKNorm(k[0, 0], k[0, 0], 1e-6, 1.0, True), torch.empty(99, 32, dtype=dtype)
+    triton_fused.rope_and_write(q, k, k, table, table, slot_mapping, slot_mapping, kv, norm=norm)
+    for gates in (gate, torch.empty(4, 16, 1, dtype=dtype)):
+        triton_fused.gated_by_sigmoid(q.contiguous(), gates)
 
 
 def launch_experts(dtype: torch.dtype) -> None:
@@ -164,7 +204,7 @@ def launch_loop() -> None:
     logps, tokens, results = [torch.empty(4)] * 4, torch.empty(32, 4, dtype=torch.int64), torch.empty(4, 32, 4)
     for seen in (None, torch.empty(4, 151937, dtype=torch.uint8)):
         batch = ids, numbers, numbers, ids, ids, numbers, numbers
-        triton_decode.advance(ids, logps, *batch, ids, tokens, results, seen)
+        triton_decode.advance(ids, logps, *batch, ids, tokens, results, seen, numbers)
 
 
 def launch_sampling() -> None:
@@ -187,6 +227,39 @@ def launch_int8(dtype: torch.dtype) -> None:
             triton_int8.int8_linear(x, weight, scale, bias)
 
 
+def recurrent_layer(mixer: RecurrentMixer, dtype: torch.dtype, decoding: bool) -> KernelLayer:
+    """A layer of two sequences, of one new token each or of some. Only its shapes are read."""
+    hidden, numbers, tokens = 2048, torch.empty(2, dtype=torch.int32), 2 if decoding else 8
+    shapes = mixer.weight_shapes(hidden)
+    weights = {f"{role}.weight": torch.empty(shape, dtype=dtype) for role, shape in shapes.items()}
+    weights["delta_in.weight"] = weights["conv.weight"]  # its roles have one product
+    products = {"delta_conv_in": ("delta_q", "delta_k", "delta_v"), "delta_in": ("delta_qkv", "delta_z")}
+    products["delta_ba"] = ("delta_b", "delta_a", "delta_forget_a", "delta_z_a")
+
+    def linear(role: str, x: torch.Tensor) -> torch.Tensor:
+        parts = [shapes[part] for part in products.get(role, [role]) if part in shapes]
+        return torch.empty(tokens, sum(part[0] for part in parts), dtype=dtype)
+
+    owners = None if decoding else torch.empty(tokens, dtype=torch.int64)
+    tables = StateTables(numbers, torch.empty(tokens, dtype=torch.int32), torch.empty(3, dtype=torch.int32), owners)
+    return KernelLayer(linear, weights, torch.empty(2, dtype=torch.int64), tables, 1e-6)
+
+
+def launch_recurrent(dtype: torch.dtype) -> None:
+    """Prefill and decode steps of mixers with the sizes of Qwen3.5, OLMo-hybrid, Kimi-Linear, Nemotron 3, Granite 4 and
+    LFM2."""
+    mixers = [
+        (delta_net, GatedDeltaNet(16, 32, 128, 128, 4)),
+        (delta_net, GatedDeltaNet(30, 30, 96, 192, 4, 2.0)),
+        (kimi_delta, KimiDeltaAttention(32, 128, 4)),
+        (mamba2, Mamba2(64, 64, 8, 128, 4)),
+        (mamba2, Mamba2(48, 64, 1, 256, 4)),
+        (short_conv, ShortConv(2048, 3)),
+    ]
+    for decoding, (kernels, mixer) in itertools.product((False, True), mixers):
+        kernels(mixer, torch.empty(8, 2048, dtype=dtype), recurrent_layer(mixer, dtype, decoding))
+
+
 def main(arch: int, head_dim: int = 0) -> None:
     """Compile attention with heads of `head_dim`; 0: all other kernels."""
     JITFunction.run = compiling(arch)
@@ -194,9 +267,12 @@ def main(arch: int, head_dim: int = 0) -> None:
         launch_all_attention(head_dim, arch)
         return
     for dtype in (torch.bfloat16, torch.float32):
+        for heads in (128, 20):
+            launch_latent_attention(dtype, heads, arch)
         launch_fused(dtype)
         launch_experts(dtype)
         launch_int8(dtype)
+        launch_recurrent(dtype)
     launch_sampling()
     launch_loop()
 

@@ -193,6 +193,16 @@ def test_emulated_bfloat16_products_match_plain_vectors(family, level):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("build", "dtype", "tokens"),
+    [("AMX", torch.bfloat16, 512), ("AMX", torch.float32, 2048), ("AVX2", torch.bfloat16, 2048)],
+)
+def test_forwards_of_prompts_are_short_where_products_are_in_tiles(build, dtype, tokens):
+    decoder = CpuDecoder(read_decoder(tiny_model("llama")), own_weights, dtype, opened(built(BUILDS[build])))
+    assert decoder.prefill_tokens == tokens
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("build", ["AVX2", "AVX-512", "AVX-512 with bfloat16", "AMX"])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_int8_in_every_build_matches_rounded_weights(groups, build):

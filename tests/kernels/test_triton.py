@@ -341,6 +341,14 @@ def test_activations_match_torch(activation, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+@pytest.mark.parametrize("size", [90, 1])
+def test_the_gate_of_attention_matches_torch(size, dtype):
+    """Of each element, or of a head; 14 heads of 90 elements, which more than one program takes."""
+    x, gate = random(3, 14, 90, dtype=dtype), random(3, 14, 2, size, dtype=dtype)[:, :, 1]
+    close_with_the_same_rounding(fused.gated_by_sigmoid(x, gate), x * gate.sigmoid())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 def test_the_clamped_activation_matches_torch(dtype):
     x = 2 * random(3, 2 * 1100, dtype=dtype)
     expected = torch_ops.swiglu_clamped(x[:, :1100], x[:, 1100:], 1.702, 1.5)
@@ -373,7 +381,7 @@ def test_mixture_matches_hugging_face(tokens, family):
     settings = Router(normalize=family == "mixtral", float32_weights=family == "mixtral")
     weights = routed(x @ router.T, settings, 2, x.dtype)
     matrices = experts.gate_up_proj, experts.down_proj, None, None
-    actual = mixture(x, *weights, *matrices, gated=lambda gate_up: fused.activated(gate_up, "silu", gated=True))
+    actual = mixture(x, *weights, *matrices, activation=lambda gate_up: fused.activated(gate_up, "silu", gated=True))
     close(actual, expected, slack=4)  # sums of 72 products of the size of 1
 
 
@@ -419,6 +427,8 @@ def test_rope_and_write_matches_hugging_face(interleaved, rotary, normed, dtype,
     block_tables: the dtype of cos and sin, to which products are rounded: float32 is OLMo2's way."""
     qkv = random(5, 14, 20, dtype=dtype)
     q, k, v = qkv.split([10, 2, 2], dim=1)
+    if normed != "olmo2":  # something else between the heads of a token, as Qwen3.5's gates
+        q = torch.stack((q, -q), dim=2)[:, :, 0]
     positions = torch.tensor([0, 31, 32, 7, 90], device=DEVICE)
     angles = positions.new_tensor(range(100)).float()[:, None] * torch.linspace(1, 0.1, rotary // 2, device=DEVICE)
     cos, sin = angles.cos().to(block_tables), angles.sin().to(block_tables)

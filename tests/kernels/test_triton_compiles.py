@@ -18,6 +18,8 @@ OTHERS = {
     "_rope_and_write_kernel",
     "_add_norm_kernel",
     "_activation_kernel",
+    "_sigmoid_gate_kernel",
+    "_latent_kernel",
     "_grouped_linear_kernel",
     "_record_experts_kernel",
     "_sums_kernel",
@@ -26,6 +28,13 @@ OTHERS = {
     "_advance_kernel",
     "_int8_linear_kernel",
     "_sum_splits_kernel",
+    "_conv_kernel",
+    "_keep_inputs_kernel",
+    "_delta_step_kernel",
+    "_delta_scan_kernel",
+    "_gated_norm_kernel",
+    "_mamba_kernel",
+    "_group_norm_kernel",
 }
 # Bytes stored and loaded: ptxas spills one to three registers of a few kernels, to stay at 64 or 128 of them and at a
 # higher occupancy.

@@ -211,13 +211,14 @@ def test_arguments_about_rewards_and_prompts_of_data_sets_are_refused(name, valu
 @pytest.mark.timeout(900)
 def test_both_environments_are_learned(tmp_path):
     settings = yaml.safe_load((ROOT / "configs" / "demo.yaml").read_text())
-    names = ("moves", "calculator", "guessing")
+    names = ("moves", "calculator", "guessing", "openai_client")
     settings["steps"] = {name: settings["steps"][name] for name in names}
     settings["summary"] = {key: path for key, path in settings["summary"].items() if path.startswith(names)}
     config = tmp_path / "demo.yaml"
     config.write_text(yaml.safe_dump({**settings, "servers": {}}, sort_keys=False))
     summary = run_pipeline(config, tmp_path / "run")
-    for name in names[1:]:
+    assert summary["openai_client_reward"] >= 0.7, summary
+    for name in names[1:3]:
         assert summary[f"{name}_reward_before"] < 0.3 and summary[f"{name}_reward_after"] >= 0.8, summary
     samples = json.loads((tmp_path / "run" / "calculator" / "samples.json").read_text())
     assert any(turn["role"] == "tool" for sample in samples for turn in sample["after"])

@@ -174,13 +174,13 @@ def test_two_models_side_by_side(two, models, tmp_path):
     shown = user.say("hello")
     header = next(line for line in shown.splitlines() if "[1]" in line and "[2]" in line)
     assert header.index("[1]") < header.index("[2]"), "two columns"
-    assert shown.count("16 tokens") == 2
+    assert shown.count("16 tokens,") == 2
     user.say("/pick 2")
     user.say(f"/save {tmp_path}/saved.json")
     picked = json.loads((tmp_path / "saved.json").read_text())[-1]["content"]
     assert "there are answers 1 to 2" in user.say("/pick 3")
     assert "/compare: " in user.say("/compare /no/such/model")
-    assert user.say("hello again").count("16 tokens") == 2, "the second model stayed"
+    assert user.say("hello again").count("16 tokens,") == 2, "the second model stayed"
     alone = user.say("/compare")
     assert f"answers: {models[0]}" in alone and " and " not in alone
     user.say("/new")

@@ -13,16 +13,18 @@ Script = Callable[[list[int], int], list[int]]  # (prompt, sample) → the sampl
 class ScriptedServer:
     """Gives a script's tokens, `step` at a time; logprobs are -0.5, -1 and -2 for each token's place from 1.
 
-    requests: the arguments of each request, as they came.  held: requests wait until it is set.
+    requests: the arguments of each request, as they came.  adapters: that they may name.  held: requests wait until it
+    is set.
     """
 
     max_model_len = 4096
 
     def __init__(self, script: Script, step: int = 1, max_queue: int = 64):
         self.script, self.step, self.max_queue = script, step, max_queue
+        self.adapters: list[str] = []
         self.requests: list[dict[str, Any]] = []
         self.aborted: list[tuple[str, int | None]] = []
-        self.scored: list[tuple[list[int], int, int, str]] = []
+        self.scored: list[tuple[list[int], int, int, str, str | None]] = []
         self.running: dict[str, int] = {}
         self.closed = False
         self.held: asyncio.Event | None = None
@@ -58,6 +60,7 @@ class ScriptedServer:
         client: str = "",
         logit_bias: Mapping[int, float] | None = None,
         row_id: int | None = None,
+        adapter: str | None = None,
     ) -> AsyncIterator[Chunk]:
         if self.closed:
             raise ServerClosed("the server has been closed")
@@ -67,7 +70,7 @@ class ScriptedServer:
             raise ValueError(f"prompt_ids: {max(prompt_ids)} given")
         request_id = request_id or str(len(self.requests))
         self.requests.append({"prompt_ids": list(prompt_ids), "params": params, "n": n, "client": client})
-        self.requests[-1] |= {"logit_bias": logit_bias, "priority": priority, "row_id": row_id}
+        self.requests[-1] |= {"logit_bias": logit_bias, "priority": priority, "row_id": row_id, "adapter": adapter}
         self.running[request_id] = n
         try:
             left = {}
@@ -99,12 +102,18 @@ class ScriptedServer:
             self.running.pop(request_id, None)
 
     async def score(
-        self, token_ids: Sequence[int], top_logprobs: int = 0, *, priority: int = 0, client: str = ""
+        self,
+        token_ids: Sequence[int],
+        top_logprobs: int = 0,
+        *,
+        priority: int = 0,
+        client: str = "",
+        adapter: str | None = None,
     ) -> TokenScores:
         """Logprobs are -1, -2, ... for each token but the first; the top tokens 10, 11, ... have -0.1, -0.2, ..."""
         if len(token_ids) > self.max_model_len:
             raise ValueError(f"a prompt of {len(token_ids)} tokens is over max_model_len={self.max_model_len}")
-        self.scored.append((list(token_ids), top_logprobs, priority, client))
+        self.scored.append((list(token_ids), top_logprobs, priority, client, adapter))
         places = range(1, len(token_ids))
         top_ids = [list(range(10, 10 + top_logprobs)) for _ in places]
         top_logps = [[-0.1 * (rank + 1) for rank in range(top_logprobs)] for _ in places]

@@ -181,7 +181,7 @@ def test_top_logprobs_of_sampled_tokens(service):
     answer = tiny.chat(logprobs=True, top_logprobs=1, user="me", priority=4, return_token_ids=True)
     content = answer["choices"][0]["logprobs"]["content"]
     prompt = answer["prompt_token_ids"]
-    assert tiny.server.scored == [(prompt + tiny.turns[0], 1, 4, "me")]
+    assert tiny.server.scored == [(prompt + tiny.turns[0], 1, 4, "me", None)]
     top = tiny.tokenizer.decode([10])
     for place, (each, token) in enumerate(zip(content, ("a", "b", "<|im_end|>"), strict=True)):
         assert each["logprob"] == -0.5 * (place + 1)
@@ -409,6 +409,24 @@ def test_a_client_that_leaves_ends_its_request(service):
     for stream in (False, True):
         asyncio.run(run(stream))
         assert tiny.server.aborted.pop()[1] is None
+
+
+def test_the_model_of_a_request_may_be_an_adapter(service):
+    """As vLLM serves LoRA: adapters are models with a parent, and unknown ones are not found."""
+    tiny = service("xyz")
+    tiny.server.adapters = ["alice", "__base__"]
+    models = tiny.send("/v1/models", method="GET").json()["data"]
+    parents = {model["id"]: model["parent"] for model in models}
+    assert parents == {"tiny": None, "alice": "tiny", "__base__": "tiny"} and models[0]["id"] == "tiny"
+    for model in ("alice", "__base__", "tiny", None):
+        response = tiny.chat(model=model, logprobs=True, top_logprobs=1)
+        assert response["model"] == (model or "tiny")
+        adapter = None if model == "tiny" else model
+        assert tiny.server.requests[-1]["adapter"] == adapter and tiny.server.scored[-1][-1] == adapter
+    answer = tiny.send("/v1/completions", {"model": "bob", "prompt": "a"})
+    assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
+    expected = "model: 'bob' given; it must be one of 'tiny', 'alice', '__base__'"
+    assert answer.json()["error"]["message"] == expected
 
 
 def test_keys_limits_and_types_of_content(service):

@@ -25,11 +25,13 @@ MODES = {
 COUNTS = 20, 30  # requests of each rank
 
 
-def rolled_out(engine: hybrid.HybridEngine, prompt: list[int], params: SamplingParams, more: dict) -> list:
+def rolled_out(
+    engine: hybrid.HybridEngine, prompt: list[int], params: SamplingParams, more: dict, adapter: str | None = None
+) -> list:
     """The values of the same keys' completions by `engine.rollout`."""
     ids, n = torch.tensor([prompt]), more.get("n", 1)
     row_ids = torch.tensor([more["row_id"]])
-    batch = engine.rollout(ids, torch.ones_like(ids), params, num_generations=n, row_ids=row_ids)
+    batch = engine.rollout(ids, torch.ones_like(ids), params, num_generations=n, row_ids=row_ids, adapter=adapter)
     rows = []
     for row in range(n):
         length = int(batch.completion_mask[row].sum())

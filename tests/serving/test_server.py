@@ -326,20 +326,14 @@ def test_finished_requests_leave_no_memory():
     asyncio.run(main())
 
 
-def test_a_model_without_a_fused_decoder_is_refused_with_the_reason():
-    native = built(kernel_inject=False)
-    for _ in range(2):
-        server = native.serve()
-        with pytest.raises(NotImplementedError, match="serve: the fused decoder serves requests, and cannot run: "):
-            server.__enter__()
-    assert native.generate(torch.tensor([PROMPT]), max_new_tokens=2).shape == (1, 5)
+def test_numbers_of_a_server_are_checked(engine):
     for settings, text in (
         ({"max_num_seqs": 0}, "max_num_seqs: 0 given; it must be at least 1"),
         ({"max_model_len": 10**6}, "max_model_len: 1000000 given; it must be between 2 and max_out_tokens=1024"),
         ({"max_queue": None}, "max_queue: None given"),
     ):
         with pytest.raises(ValueError, match=text):
-            native.serve(**settings)
+            engine.serve(**settings)
 
 
 def test_calls_of_the_engine_are_refused_while_it_serves(slowly):

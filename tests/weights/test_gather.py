@@ -75,7 +75,7 @@ class Partitioned:
 
     ds_id, ds_status, ds_shape, ds_process_group = 0, ZeroParamStatus.NOT_AVAILABLE, torch.Size([4]), None
     ds_tensor = types.SimpleNamespace(final_location=None)
-    shape = torch.Size([0])
+    shape, dtype = torch.Size([0]), torch.float32
     looked_up = 0
 
     def __hash__(self) -> int:

@@ -197,10 +197,10 @@ struct TileRows {
 };
 
 // Sums of blocks [first, last) of `rows` rows of W [rows, inputs], at most 32.  sums [2 tiles of W, 2 tiles of x, 16 rows of W,
-// 16 rows of x]; of one tile of x (TWO false) only sums[.][0] are written.  FETCH: request the next 32 rows of W too, a line of
-// each row for each block: the processor does not follow so many rows by itself.
-template <bool TWO, bool FETCH> static void tile_products(const bf16* w, int64_t inputs, int64_t rows, const uint32_t* x0, const uint32_t* x1, int64_t first,
-                                                          int64_t last, float (*sums)[2][TILE][TILE]) {
+// 16 rows of x]; of one tile of x (TWO false) only sums[.][0] are written.  next: FETCHED rows of W that are requested, a line
+// of each for each block: the processor does not follow so many rows by itself.
+template <bool TWO, int FETCHED> static void tile_products(const bf16* w, int64_t inputs, int64_t rows, const uint32_t* x0, const uint32_t* x1, int64_t first,
+                                                           int64_t last, const bf16* next, float (*sums)[2][TILE][TILE]) {
   const int64_t stride = inputs * int64_t(sizeof(bf16));
   _tile_zero(0);
   _tile_zero(2);
@@ -209,11 +209,8 @@ template <bool TWO, bool FETCH> static void tile_products(const bf16* w, int64_t
     _tile_zero(3);
   }
   for (int64_t b = first; b < last; b++) {
-    if constexpr (FETCH) {
-      const char* next = (const char*)(w + 2 * TILE * inputs + b * TILE_DEPTH);
 #pragma GCC unroll 32
-      for (int r = 0; r < 2 * TILE; r++) __builtin_prefetch(next + r * stride, 0, 2);
-    }
+    for (int r = 0; r < FETCHED; r++) __builtin_prefetch((const char*)(next + b * TILE_DEPTH) + r * stride, 0, 2);
     const TileRows upper(w + b * TILE_DEPTH, stride, rows), lower(w + TILE * inputs + b * TILE_DEPTH, stride, rows - TILE);
     _tile_loadd(4, upper.base, upper.stride);
     _tile_loadd(5, lower.base, lower.stride);
@@ -231,6 +228,16 @@ template <bool TWO, bool FETCH> static void tile_products(const bf16* w, int64_t
   if constexpr (TWO) {
     _tile_stored(1, sums[0][1], 64);
     _tile_stored(3, sums[1][1], 64);
+  }
+}
+template <bool TWO> static auto products_that_fetch(int64_t rows) {
+  switch (rows) {
+    case 32: return tile_products<TWO, 32>;
+    case 16: return tile_products<TWO, 16>;
+    case 8: return tile_products<TWO, 8>;
+    case 4: return tile_products<TWO, 4>;
+    case 2: return tile_products<TWO, 2>;
+    default: return tile_products<TWO, 0>;
   }
 }
 #else

@@ -1350,6 +1350,8 @@ extern "C" {
 extern const int64_t record_sizes[] = {sizeof(LoraDelta), sizeof(Linear), sizeof(Norm), sizeof(Router), sizeof(GatedDeltaNet), sizeof(Mamba2), sizeof(ShortConv), sizeof(KimiDeltaAttention), sizeof(Layer), sizeof(Group), sizeof(Decoder), sizeof(Batch), sizeof(Draw), sizeof(Samples), sizeof(Text), sizeof(Drafting)};
 
 int64_t lanes() { return LANES; }
+// Whether products of bfloat16 models are in AMX tiles.
+int64_t multiplies_in_tiles() { return tiles_ready(); }
 
 // A thread's part of a product of `rows` rows of x with `columns` rows of W, as its first and last row, and column. For tests.
 void product_share(int64_t bfloat16, int64_t rows, int64_t columns, int64_t thread, int64_t threads, int64_t* share) {

@@ -30,6 +30,7 @@
 // crosses a group.
 #pragma once
 #include <algorithm>
+#include <bit>
 #include <type_traits>
 
 #include "bfloat16.h"
@@ -394,18 +395,22 @@ static Rows in_own_tiles(const Rows& x, int64_t inputs) {
 template <typename V> static void tile_columns(const Rows& x, const Matrix<V>& w, const Output& y, int64_t first, int64_t last) {
   const int64_t blocks = w.inputs / TILE_DEPTH, tail = blocks * TILE_DEPTH;
   alignas(64) TileSums sums = {}, of_group = {};
+  // The next strip of W is requested during all passes of this one over x, so that memory is never idle: 32 rows, or 16, .. or 2
+  // in a pass.
+  const int64_t passes = (x.count + 2 * TILE - 1) / (2 * TILE), a_pass = std::bit_ceil(uint64_t(std::max<int64_t>(2 * TILE / passes, 2)));
   tiles_begin();
   for (int64_t n = first; n < last; n += 2 * TILE) {
     const int64_t rows_of_w = std::min(2 * TILE, last - n);
     const bf16* weight = tile_weights(w, n, rows_of_w);
-    for (int64_t m = 0; m < x.count; m += 2 * TILE) {
+    for (int64_t m = 0, requested = 0; m < x.count; m += 2 * TILE) {
       const uint32_t *x0 = x.tiles + m * x.tile_stride, *x1 = x0 + TILE * x.tile_stride;
-      const bool two = m + TILE < x.count, fetch = std::is_same_v<V, bf16> && m == 0 && n + 2 * TILE < last;
-      const auto products = two ? fetch ? tile_products<true, true> : tile_products<true, false>
-                                : fetch ? tile_products<false, true> : tile_products<false, false>;
-      if (w.groups == 1) products(weight, w.inputs, rows_of_w, x0, x1, 0, blocks, sums);
+      const int64_t fetched = std::is_same_v<V, bf16> && n + 4 * TILE <= last && requested < 2 * TILE ? a_pass : 0;
+      const bf16* next = (const bf16*)w.from(n + 2 * TILE + requested).weight;
+      requested += fetched;
+      const auto products = m + TILE < x.count ? products_that_fetch<true>(fetched) : products_that_fetch<false>(fetched);
+      if (w.groups == 1) products(weight, w.inputs, rows_of_w, x0, x1, 0, blocks, next, sums);
       for (int64_t g = 0; g < w.groups && w.groups > 1; g++) {
-        products(weight, w.inputs, rows_of_w, x0, x1, g * blocks / w.groups, (g + 1) * blocks / w.groups, of_group);
+        products(weight, w.inputs, rows_of_w, x0, x1, g * blocks / w.groups, (g + 1) * blocks / w.groups, next, of_group);
         add_scaled(w, n, rows_of_w, g, of_group, sums);
       }
       for (int half = 0; half < 2; half++)

@@ -83,11 +83,11 @@ class Checked(PartialRollouts):
 
 
 def check_iterations(directory, changes: dict) -> None:
-    settings = {**TINY["grpo"], **models_of("grpo", directory), **PARTIAL, "num_iterations": 5, **changes}
+    settings = {**TINY["grpo"], **models_of("grpo", directory), **PARTIAL, "num_iterations": 8, **changes}
     args = arguments_of(GRPOArguments, settings)
     tokenizer = load_tokenizer(args.actor_model_name_or_path)
     examples, _ = load_examples("grpo", EMBEDDED, "prompt", args.max_prompt_seq_len, tokenizer, args)
-    actor, prompts = Actor.load(args, 5, needs_reference=False), RowStream(examples, args.seed)
+    actor, prompts = Actor.load(args, 8, needs_reference=False), RowStream(examples, args.seed)
     rewards, partial = load_rewards(args.reward, [], args), Checked()
     partial.used, partial.stopped, partial.mixed = Counter(), {}, 0
     dropped, stale_tokens, rollouts = 0, [], []
@@ -98,7 +98,7 @@ def check_iterations(directory, changes: dict) -> None:
         return rollout(*args, **kwargs)
 
     actor.policy.rollout = counted
-    for iteration in range(1, 6):
+    for iteration in range(1, 9):
         actor.policy.eval()
         metrics = grpo_iteration(actor, rewards, tokenizer, prompts, iteration, args, partial)
         dropped += metrics.get("dynamic_sampling/groups_dropped", 0)
@@ -108,7 +108,7 @@ def check_iterations(directory, changes: dict) -> None:
         assert metrics["loss"] == metrics["loss"], "not finite"
     if args.dynamic_sampling:
         assert any(stop.accept_group for stop in rollouts), "no call replaced groups while others decoded"
-        assert dropped > len(rollouts) - 5, "a dropped group cost a call each time"
+        assert dropped > len(rollouts) - 8, "a dropped group cost a call each time"
     assert stale_tokens[0] == 0 and max(stale_tokens) > 0, "no completion went on under other weights"
     assert partial.mixed and partial.stopped, "no completion has tokens of two weights"
     left = [group.prompt["prompt"] for group in [*partial.open.values(), *partial.ready]]
