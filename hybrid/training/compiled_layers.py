@@ -1,19 +1,24 @@
 """Transformer layers whose training forwards `torch.compile` makes faster, one layer at a time."""
 
 import functools
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from deepspeed.utils.z3_leaf_module import z3_leaf_module
 from torch import nn
+from torch.fx.experimental import _config as symbolic_shapes
+
+from hybrid.weights.module_dicts import patched_attribute
 
 
 class CompiledForward:
     """A layer's forward: compiled in train mode, the layer's own in eval mode.
 
     Layers of a class share their compiled code, which takes the layer as an argument. Hooks on the layer, such as
-    ZeRO-3's, run outside of it. A copy or a pickle of the layer has the class's forward again.
+    ZeRO-3's, and gradient checkpointing run outside of it. A copy or a pickle of the layer has the class's forward
+    again.
     """
 
     def __init__(self, layer: nn.Module, compiled: Any):
@@ -21,12 +26,42 @@ class CompiledForward:
         self.layer, self.compiled = layer, compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self.compiled if self.layer.training else type(self.layer).forward
-        return forward(self.layer, *args, **kwargs)
+        layer, forward = self.layer, type(self.layer).forward
+        if not layer.training:
+            return forward(layer, *args, **kwargs)
+        if not (checkpoints(forward) and layer.gradient_checkpointing):
+            return self.run(layer, *args, **kwargs)
+        checkpoint = layer._gradient_checkpointing_func
+
+        def checkpointed(function: functools.partial, *inputs: Any) -> Any:
+            return checkpoint(functools.partial(self.run, *function.args, **function.keywords), *inputs)
+
+        with patched_attribute(layer, "_gradient_checkpointing_func", checkpointed):
+            return forward(layer, *args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the compiled code.
+
+        Else rows as long as the hidden size or a head has channels would be compiled for just this length.
+        """
+        with symbolic_shapes.patch(use_duck_shape=False):  # type: ignore[attr-defined]  # torch 2.13
+            return self.compiled(*args, **kwargs)
 
     def __reduce__(self) -> tuple:
         # While a layer is copied, the copy exists but has no attributes yet: getattr gives its class's forward.
         return getattr, (self.layer, "forward")
+
+
+def checkpoints(forward: Callable) -> bool:
+    """Whether a layer's forward is transformers' wrapper, which checkpoints the layer's own (transformers 5.23)."""
+    return "_gradient_checkpointing_func" in forward.__code__.co_names and hasattr(forward, "__wrapped__")
+
+
+def without_checkpointing(forward: Any) -> Callable:
+    """Return the forward inside of the wrappers. Compiled, these would run what they checkpoint as it is."""
+    while checkpoints(forward):
+        forward = forward.__wrapped__
+    return forward
 
 
 class CompiledLayers:
@@ -57,7 +92,11 @@ class CompiledLayers:
                 f' ["{kinds[0]}"]}}}}, or use stage 0, 1 or 2'
             )
         self.layers = layers
-        compiled = {kind: torch.compile(kind.forward, **settings) for kind in {type(layer) for layer in layers}}
+        if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # since torch 2.13
+            # An engine's graphs do not count towards the limit of another engine's, above which layers run eagerly.
+            settings = {"isolate_recompiles": True, **settings}
+        kinds_forward = {type(layer): without_checkpointing(type(layer).forward) for layer in layers}
+        compiled = {kind: torch.compile(forward, **settings) for kind, forward in kinds_forward.items()}
         for layer in layers:
             layer.forward = CompiledForward(layer, compiled[type(layer)])
 

@@ -4,21 +4,25 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate.utils import TorchDynamoPlugin
+from torch._dynamo.utils import counters
+from transformers import AttentionInterface
 
 import hybrid
-from hybrid.training.compiled_layers import CompiledForward
+from hybrid.training.compiled_layers import CompiledForward, CompiledLayers
+from hybrid.training.packed_attention import AttentionReplacement
 from tests.engines import engine_of, settings
-from tests.marks import slow_but
 from tests.tiny_models import tiny_model, twin, with_peft
 from tests.training.grouped_rows import grouped_rows
 
 LEAVES = {"leaf_module": {"classes": ["LlamaDecoderLayer", "MixtralDecoderLayer"]}}
 AT_ONCE = {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0, "stage3_prefetch_bucket_size": 0}
-SAMPLING = hybrid.SamplingParams(max_new_tokens=5, seed=3)
+SGD = {"type": "SGD", "params": {"lr": 0.1}}  # AdamW makes whole steps of gradients that are rounding
+SAMPLING = hybrid.SamplingParams(max_new_tokens=5, min_new_tokens=5, seed=3)  # without padding, in every turn
 
 
 class CountingBackend:
@@ -37,6 +41,11 @@ class CountingBackend:
         return run
 
 
+def frames() -> int:
+    """The forwards, and parts of forwards, that torch compiled in this process so far."""
+    return counters["stats"]["unique_graphs"]
+
+
 def config_of(stage: int, family: str) -> dict:
     config = settings(stage, rollout={"return_router_indices": family == "mixtral"})
     if stage == 3:
@@ -44,14 +53,41 @@ def config_of(stage: int, family: str) -> dict:
     return config
 
 
-def engines_of(stage: int, family: str, adapted: bool, checkpointing: bool) -> list[hybrid.HybridEngine]:
-    """Two engines over the same weights."""
+@pytest.mark.parametrize(("packed", "checkpointing"), [(False, False), (True, True)])
+def test_layers_are_compiled_once_for_rows_of_any_length(packed, checkpointing, monkeypatch):
+    """With one row or more, also as many and as long as the model's sizes, in a forward and what it recomputes."""
+    compiled, plain = tiny_model("llama").train(), tiny_model("llama").train()
+    if packed:  # its attention, which is not compiled
+        attention = AttentionReplacement()
+        attention.attention = AttentionInterface()["sdpa"]
+        monkeypatch.setitem(AttentionInterface._global_mapping, attention.name, attention)
+        compiled.config._attn_implementation_internal = attention.name
+    for model in (compiled, plain) if checkpointing else ():
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    backend = CountingBackend()
+    layers = CompiledLayers(list(compiled.model.layers), False, {"backend": backend, "dynamic": True})
+    lengths = compiled.config.hidden_size, compiled.config.head_dim, 12, 9
+    graphs = []
+    for rows, length in [(1, 9), *((rows, length) for length in lengths for rows in (7, length))]:
+        ids, runs = torch.randint(3, 90, (rows, length)), backend.runs
+        grads = []
+        for model in (compiled, plain):
+            loss = model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.square().mean()
+            grads.append(torch.autograd.grad(loss, list(model.parameters())))
+        assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
+        graphs.append(backend.graphs)
+        assert backend.runs - runs == len(layers.layers) * graphs[0] * (2 if checkpointing else 1)
+    assert graphs[1:] == [2 * graphs[0]] * (len(graphs) - 1), "one row, and more"
+
+
+def engines_of(stage: int, family: str, adapted: bool, checkpointing: bool, count: int = 2, **blocks: Any) -> list:
+    """Engines over the same weights.  blocks: of the configuration."""
     model = tiny_model(family)
     model = (with_peft(model) if adapted else model).train()
-    models = [model, twin(model).train()]
+    models = [model, *(twin(model).train() for _ in range(count - 1))]
     for each in models if checkpointing else ():
         each.gradient_checkpointing_enable({"use_reentrant": False})
-    return [engine_of(each, config_of(stage, family)) for each in models]
+    return [engine_of(each, {**config_of(stage, family), **blocks}) for each in models]
 
 
 def train_step(engine: hybrid.HybridEngine, forward: str, turn: int) -> torch.Tensor:
@@ -74,7 +110,6 @@ def check_bits(stage: int, family: str, adapted: bool, checkpointing: bool) -> N
     for turn, forward in enumerate(forwards * 2):
         logps = [train_step(engine, forward, turn) for engine in (compiled, plain)]
         assert torch.equal(*logps), (forward, turn)
-        graphs.append(backend.graphs)
         runs = backend.runs
         batches = [engine.rollout(prompt_ids, prompt_mask, SAMPLING) for engine in (compiled, plain)]
         assert torch.equal(*(batch.sequences for batch in batches))
@@ -85,7 +120,8 @@ def check_bits(stage: int, family: str, adapted: bool, checkpointing: bool) -> N
         # A mixture replays the experts of the rollout.
         assert torch.equal(*(engine.logps(batches[0], forward=forward)[0] for engine in (compiled, plain)))
         assert backend.runs > runs
-    assert graphs[len(forwards) - 1] == graphs[-1], f"layers were compiled again for rows of other lengths: {graphs}"
+        graphs.append(backend.graphs)
+    assert graphs[len(forwards) - 1] == graphs[-1], f"layers were compiled again: {graphs}"
     pairs = zip(compiled.module.parameters(), plain.module.parameters(), strict=True)
     assert all(torch.equal(*(getattr(each, "ds_tensor", each) for each in pair)) for pair in pairs)
     layer = compiled._builder.info.text_layers[0]
@@ -97,19 +133,17 @@ def check_bits(stage: int, family: str, adapted: bool, checkpointing: bool) -> N
     assert "forward" not in vars(layer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "family", "adapted", "checkpointing"),
-    slow_but(
-        [(3, "llama", False, False)],
-        [
-            (3, "llama", False, False),
-            (3, "llama", True, True),
-            (0, "llama", True, False),
-            (1, "llama", False, True),
-            (2, "llama", False, False),
-            (2, "mixtral", False, False),
-        ],
-    ),
+    [
+        (3, "llama", False, False),
+        (3, "llama", True, True),
+        (0, "llama", True, False),
+        (1, "llama", False, True),
+        (2, "llama", False, False),
+        (2, "mixtral", False, False),
+    ],
 )
 def test_compiled_layers_train_and_roll_out_to_the_same_bits(ranks, stage, family, adapted, checkpointing):
     ranks.run(check_bits, stage, family, adapted, checkpointing)
@@ -156,15 +190,36 @@ def test_accelerates_arguments(ranks):
     ranks.run(check_accelerates_arguments)
 
 
-def check_inductor(forward: str) -> None:
-    """Compiled code has other sums: the oracle is the engine without it."""
-    compiled, plain = engines_of(2, "llama", adapted=False, checkpointing=True)
+def check_inductor(stage: int, adapted: bool, checkpointing: bool) -> None:
+    """Compiled code has other sums: the oracle is the engine without it. Rollouts between steps change nothing."""
+    rolling, compiled, plain = engines_of(stage, "llama", adapted, checkpointing, count=3, optimizer=SGD)
+    rolling.compile()
     compiled.compile()
-    for turn in range(2):
-        torch.testing.assert_close(*(train_step(engine, forward, turn) for engine in (compiled, plain)))
+    prompt_ids, prompt_mask = torch.randint(3, 90, (2, 7)), torch.ones(2, 7, dtype=torch.int64)
+    forwards, counted = ["packed", "model"] if stage == 3 else ["packed", "model", "exact"], []
+    for turn, forward in enumerate(forwards * 2):
+        ids, mask, completion_mask = grouped_rows(seed=turn * 10 + dist.get_rank(), groups=1 + turn % 4)
+        grads = []
+        for engine in (rolling, compiled, plain):
+            logps = engine.logps(ids, mask, completion_mask, forward=forward).per_token_logps
+            engine.backward((logps * torch.linspace(-1, 1, logps.numel()).view(logps.shape)).sum())
+            trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+            grads.append([logps.detach(), *(deepspeed.utils.safe_get_full_grad(each).clone() for each in trained)])
+        assert all(torch.equal(*pair) for pair in zip(*grads[:2], strict=True)), (turn, "a rollout changed training")
+        for actual, expected in zip(*grads[1:], strict=True):
+            assert (actual - expected).norm() < 1e-5 * expected.norm().clamp(min=0.1), (turn, forward)
+        for engine in (rolling, compiled, plain):
+            engine.step()
+        rolling.rollout(prompt_ids, prompt_mask, SAMPLING)
+        rolling.train()
+        counted.append(frames())
+    assert counted[len(forwards) - 1] == counted[-1] > 0, f"layers were compiled again: {counted}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("forward", ["packed", "exact"])
-def test_inductors_code_computes_the_same_function(ranks, forward):
-    ranks.run(check_inductor, forward)
+@pytest.mark.parametrize(
+    ("stage", "adapted", "checkpointing"),
+    [(0, False, True), (2, True, False), (3, False, False), (3, True, True)],
+)
+def test_inductors_code_computes_the_same_function(ranks, stage, adapted, checkpointing):
+    ranks.run(check_inductor, stage, adapted, checkpointing)
