@@ -10,6 +10,7 @@ from deepspeed.utils.z3_leaf_module import z3_leaf_module
 from torch import nn
 from torch.fx.experimental import _config as symbolic_shapes
 
+from hybrid.models.quantized import quantized_layers
 from hybrid.weights.module_dicts import patched_attribute
 
 
@@ -91,12 +92,16 @@ class CompiledLayers:
                 f'into parts that gain nothing; gather whole layers: "zero_optimization": {{"leaf_module": {{"classes":'
                 f' ["{kinds[0]}"]}}}}, or use stage 0, 1 or 2'
             )
+        if any(list(quantized_layers(layer)) for layer in layers):
+            raise NotImplementedError(
+                "compile: layers in 4 or 8 bits given, whose kernels are not compiled; leave one of the two out"
+            )
         self.layers = layers
         if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # since torch 2.13
             # An engine's graphs do not count towards the limit of another engine's, above which layers run eagerly.
             settings = {"isolate_recompiles": True, **settings}
-        kinds_forward = {type(layer): without_checkpointing(type(layer).forward) for layer in layers}
-        compiled = {kind: torch.compile(forward, **settings) for kind, forward in kinds_forward.items()}
+        classes = {type(layer) for layer in layers}
+        compiled = {kind: torch.compile(without_checkpointing(kind.forward), **settings) for kind in classes}
         for layer in layers:
             layer.forward = CompiledForward(layer, compiled[type(layer)])
 

@@ -21,7 +21,8 @@ from tests.training.grouped_rows import grouped_rows
 
 LEAVES = {"leaf_module": {"classes": ["LlamaDecoderLayer", "MixtralDecoderLayer"]}}
 AT_ONCE = {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0, "stage3_prefetch_bucket_size": 0}
-SGD = {"type": "SGD", "params": {"lr": 0.1}}  # AdamW makes whole steps of gradients that are rounding
+# AdamW makes whole steps of gradients that are rounding.
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True}
 SAMPLING = hybrid.SamplingParams(max_new_tokens=5, min_new_tokens=5, seed=3)  # without padding, in every turn
 
 
@@ -66,9 +67,9 @@ def test_layers_are_compiled_once_for_rows_of_any_length(packed, checkpointing, 
         model.gradient_checkpointing_enable({"use_reentrant": False})
     backend = CountingBackend()
     layers = CompiledLayers(list(compiled.model.layers), False, {"backend": backend, "dynamic": True})
-    lengths = compiled.config.hidden_size, compiled.config.head_dim, 12, 9
+    hidden_size, head_dim = compiled.config.hidden_size, compiled.config.head_dim
     graphs = []
-    for rows, length in [(1, 9), *((rows, length) for length in lengths for rows in (7, length))]:
+    for rows, length in [(1, 9), (7, hidden_size), (head_dim, head_dim), (12, 12), (7, 9), (12, hidden_size)]:
         ids, runs = torch.randint(3, 90, (rows, length)), backend.runs
         grads = []
         for model in (compiled, plain):
@@ -190,13 +191,13 @@ def test_accelerates_arguments(ranks):
     ranks.run(check_accelerates_arguments)
 
 
-def check_inductor(stage: int, adapted: bool, checkpointing: bool) -> None:
+def check_inductor(stage: int, adapted: bool, checkpointing: bool, forwards: list[str]) -> None:
     """Compiled code has other sums: the oracle is the engine without it. Rollouts between steps change nothing."""
-    rolling, compiled, plain = engines_of(stage, "llama", adapted, checkpointing, count=3, optimizer=SGD)
+    rolling, compiled, plain = engines_of(stage, "llama", adapted, checkpointing, count=3, **SGD)
     rolling.compile()
     compiled.compile()
     prompt_ids, prompt_mask = torch.randint(3, 90, (2, 7)), torch.ones(2, 7, dtype=torch.int64)
-    forwards, counted = ["packed", "model"] if stage == 3 else ["packed", "model", "exact"], []
+    counted = []
     for turn, forward in enumerate(forwards * 2):
         ids, mask, completion_mask = grouped_rows(seed=turn * 10 + dist.get_rank(), groups=1 + turn % 4)
         grads = []
@@ -218,8 +219,13 @@ def check_inductor(stage: int, adapted: bool, checkpointing: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stage", "adapted", "checkpointing"),
-    [(0, False, True), (2, True, False), (3, False, False), (3, True, True)],
+    ("stage", "adapted", "checkpointing", "forwards"),
+    [
+        (0, False, True, ["packed", "model", "exact"]),
+        (2, True, False, ["packed"]),
+        (3, False, False, ["packed", "model"]),
+        (3, True, True, ["packed"]),
+    ],
 )
-def test_inductors_code_computes_the_same_function(ranks, stage, adapted, checkpointing):
-    ranks.run(check_inductor, stage, adapted, checkpointing)
+def test_inductors_code_computes_the_same_function(ranks, stage, adapted, checkpointing, forwards):
+    ranks.run(check_inductor, stage, adapted, checkpointing, forwards, timeout_s=580)
