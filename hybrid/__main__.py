@@ -9,6 +9,7 @@ hybrid replay runs/demo/sums --step 3 --row 5 --sample 0
 """
 
 import importlib.util
+import logging
 import runpy
 import sys
 from enum import Enum
@@ -108,7 +109,7 @@ def plan(
 
 @app.command()
 def serve(
-    model: Model,
+    model: Annotated[str, typer.Argument(help="A model's directory, or its name on the hub.")],
     host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     api_key: Annotated[str, typer.Option(envvar="HYBRID_API_KEY", help=KEY_HELP, show_default=False)] = "",
@@ -148,6 +149,8 @@ def run_example(name: str, arguments: list[str], needs: str) -> None:
 
 def run(command: str, **arguments: Any) -> None:
     """Run a function of `hybrid.cli.commands`, imported after the flags have been read: its imports take seconds."""
+    # PEFT imports bitsandbytes where it is installed, which warns of a kernel from the hub that no command needs.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     getattr(importlib.import_module("hybrid.cli.commands"), command)(**arguments)
 
 

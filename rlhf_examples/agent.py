@@ -164,7 +164,11 @@ class HarnessGames(Games):
             ThreadPoolExecutor(max(len(sessions), 1)) as threads,
         ):
             played = list(threads.map(self.outcome, map(endpoint.session_url, sessions), records))
-            batch = endpoint.rollouts(sessions)
+            try:
+                batch = endpoint.rollouts(sessions)
+            except ValueError as error:  # a session without a completion has no row
+                reason = next((text for _, text in played if text), "it sent no request to its base_url")
+                raise ValueError(f"harness: a program ended before its first completion: {reason}") from error
         if len(batch.prompt_ids) != len(sessions):
             raise ValueError("harness: a conversation forked; a program must not change earlier messages")
         on_device: dict[str, Any] = {name: tensor.to(policy.device) for name, tensor in batch.tensors().items()}

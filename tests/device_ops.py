@@ -5,10 +5,10 @@ torch's operations are seen by a dispatch mode, Triton's kernels where the inter
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from unittest.mock import Mock
-from weakref import finalize
+from weakref import WeakValueDictionary, finalize
 
 import pytest
 import torch
@@ -133,29 +133,36 @@ class Recording(DeviceOps):
 
 
 class GraphPools:
-    """torch's rule of memory pools: a pool whose graphs are all gone cannot be captured into again. Nor do we capture
+    """torch's rule of memory pools: a pool that nothing keeps any more cannot be captured into again. Nor do we capture
     into one whose capture has failed (pytorch#180395).
 
     graphs: the number of live graphs in each pool that was ever captured into.  failed: pools of failed captures.
+    kept: the pools whose `torch.cuda.MemPool` exists.  in_use: the pool that is allocated from; None: the usual memory.
     """
 
     def __init__(self):
         self.graphs: Counter[int] = Counter()
         self.failed: set[int] = set()
+        self.kept: WeakValueDictionary[int, MemoryPool] = WeakValueDictionary()
+        self.in_use: int | None = None
         self.handles = 0
-
-    def handle(self) -> int:
-        """A new pool, as `torch.cuda.graph_pool_handle`."""
-        self.handles += 1
-        return self.handles
 
     def add(self, pool: int, graph: object) -> None:
         """Begin a capture into a pool. Raises as c10's `create_or_incref_pool` does (torch 2.11 to 2.13)."""
         assert pool not in self.failed, "a capture into this pool has failed"
-        if pool in self.graphs and not self.graphs[pool]:
+        if pool in self.graphs and not self.graphs[pool] and pool not in self.kept:
             raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
         self.graphs[pool] += 1
         finalize(graph, self.graphs.subtract, [pool])
+
+
+class MemoryPool:
+    """Stands in for `torch.cuda.MemPool`.  device: where it was made, the only one that it can be used on."""
+
+    def __init__(self, capture: "RecordedCapture"):
+        capture.pools.handles += 1
+        self.id, self.device = capture.pools.handles, capture.device
+        capture.pools.kept[self.id] = self
 
 
 class RecordedGraph:
@@ -167,6 +174,7 @@ class RecordedGraph:
     def capture_begin(self, pool: int, capture_error_mode: str) -> None:
         self.pool = pool
         self.capture.pools.add(pool, self)
+        self.opened.enter_context(self.capture.allocating_from(pool))
         self.opened.enter_context(self.recording.on(self.capture.monkeypatch))
 
     def capture_end(self) -> None:
@@ -188,20 +196,23 @@ class RecordedCapture:
     no Python code of the step. What the step read on the host keeps the value that it had in the capture.
 
     captured: how many functions were captured.  replays: how many replays ran.  pools: of all graphs.  host: tensors in
-    host memory, which no captured operation may read.
+    host memory, which no captured operation may read.  device: the current one; streams and pools belong to one.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.monkeypatch, self.captured, self.replays = monkeypatch, 0, 0
         self.host: list[torch.Tensor] = []
+        self.device = 0
         self.pools, self.capture = GraphPools(), cuda_graph.DeviceCapture()
         self.cuda = SimpleNamespace(
             is_available=lambda: True,
-            Stream=Mock,
+            Stream=lambda: Mock(device_index=self.device),
+            current_device=lambda: self.device,
             current_stream=Mock,
-            stream=nullcontext,
+            stream=self.on_stream,
             synchronize=lambda: None,
-            graph_pool_handle=self.pools.handle,
+            MemPool=lambda: MemoryPool(self),
+            use_mem_pool=lambda pool: self.allocating_from(pool.id),
             CUDAGraph=lambda: RecordedGraph(self),
         )
 
@@ -210,3 +221,20 @@ class RecordedCapture:
             patch.setattr(cuda_graph, "torch", SimpleNamespace(cuda=self.cuda))
             patch.setattr(cuda_graph, "WARM_UPS", 1)
             return self.capture(run)
+
+    @contextmanager
+    def on_stream(self, stream: Mock):
+        """As `torch.cuda.stream`, which also selects the stream's device; ours is always on the current one."""
+        assert stream.device_index == self.device, "a stream of another device"
+        yield
+
+    @contextmanager
+    def allocating_from(self, pool: int):
+        """Inside the block memory comes from the pool."""
+        assert pool not in self.pools.kept or self.pools.kept[pool].device == self.device, "a pool of another device"
+        assert self.pools.in_use is None, "already recording to mempool_id"
+        self.pools.in_use = pool
+        try:
+            yield
+        finally:
+            self.pools.in_use = None

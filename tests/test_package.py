@@ -24,12 +24,17 @@ else:
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("hybrid", "rlhf_examples")
+FOLDERS = (*PACKAGES, "benchmarks", "configs", "docs", "tests")  # of the sdist
 
 
 def sources() -> set[str]:
     """Every file of the packages, as git has them, or as they lie there where there is no git."""
-    files = (path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file())
-    return {str(path.relative_to(ROOT)) for path in files if "__pycache__" not in path.parts and path.suffix != ".md"}
+    return {name for name in files_of(PACKAGES) if not name.endswith(".md")}
+
+
+def files_of(folders: tuple[str, ...]) -> set[str]:
+    files = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file())
+    return {str(path.relative_to(ROOT)) for path in files if "__pycache__" not in path.parts}
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +42,11 @@ def built(tmp_path_factory) -> Path:
     """A folder with an sdist and a wheel, made from a copy of the tree without git."""
     folder = tmp_path_factory.mktemp("package")
     tree = folder / "tree"
-    for package in PACKAGES:
-        shutil.copytree(ROOT / package, tree / package, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "configs", tree / "configs")
-    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "Makefile", "constraints.txt"):
-        shutil.copy(ROOT / name, tree / name)
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy(path, tree / path.name)
     for command in ("sdist", "wheel"):
         code = f"from setuptools import build_meta; print(build_meta.build_{command}({str(folder)!r}))"
         done = subprocess.run([sys.executable, "-c", code], cwd=tree, capture_output=True, text=True, timeout=300)
@@ -72,6 +77,18 @@ def test_the_sdist_has_every_source(built):
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert sources() - names == set()
     assert {"pyproject.toml", "README.md", "LICENSE"} <= names
+
+
+def test_the_sdist_has_what_make_test_and_the_readme_read(built):
+    """Every test with what it reads, and the pages: an unpacked sdist is a checkout without git."""
+    (path,) = built.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert files_of(FOLDERS) - names == set()
+    assert {"CHANGELOG.md", "CONTRIBUTING.md", "Dockerfile", "LOG.md", "mkdocs.yml", "tests/conftest.py"} <= names
+    linked = set(re.findall(r"\]\(([^)#:]+)[^)]*\)", (ROOT / "README.md").read_text()))
+    assert "docs/migration.md" in linked and linked - names == set()
+    assert not [name for name in names if name.endswith(".pyc")]
 
 
 def test_make_demo_finds_its_files_in_the_sdist(built, tmp_path):

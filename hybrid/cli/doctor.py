@@ -279,7 +279,7 @@ def environment() -> Iterator[Finding]:
             "OMP_NUM_THREADS",
             WARNING,
             "is not set: several ranks of a CPU take all its threads each",
-            "export OMP_NUM_THREADS=1",
+            "export OMP_NUM_THREADS=1 for several ranks; nothing for one",
         )
     shared = Path("/dev/shm")
     if shared.is_dir():

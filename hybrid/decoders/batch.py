@@ -1,6 +1,6 @@
 """Inputs of a decoder's forward: tokens packed without padding, and keys and values in blocks."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
@@ -11,6 +11,7 @@ from hybrid.runtime.huge_pages import request_huge_pages
 
 BLOCK_SIZE = 32  # tokens in a block of the KV cache
 PREFILL_TOKENS = 2048  # prompt tokens in one forward; bounds the memory of activations
+UPLOAD_ALIGNMENT = 16  # bytes: Triton compiles a kernel again for pointers that are not divisible by 16
 States = dict[int, tuple[torch.Tensor, ...]]  # as `PagedKV.states`
 
 
@@ -147,10 +148,29 @@ def state_bytes(states: States) -> int:
     return sum(tensor.nbytes for tensors in states.values() for tensor in tensors)
 
 
-def table_of(blocks: list[list[int]], device: torch.device) -> torch.Tensor:
+def on_device(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Return tensors of the host on a device, by one copy from pinned memory that the host does not wait for."""
+    if device.type == "cpu":
+        return [*tensors]
+    sizes = [-(-tensor.nbytes // UPLOAD_ALIGNMENT) * UPLOAD_ALIGNMENT for tensor in tensors]
+    host = pinned_bytes(sum(sizes))
+    for part, tensor in zip(host.split(sizes), tensors, strict=True):
+        part[: tensor.nbytes].copy_(tensor.contiguous().view(-1).view(torch.uint8))
+    parts = host.to(device, non_blocking=True).split(sizes)
+    return [
+        part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)
+    ]
+
+
+def pinned_bytes(count: int) -> torch.Tensor:
+    """Return pinned host memory, uint8 [count], its content undefined. torch reuses it once copies from it are done."""
+    return torch.empty(count, dtype=torch.uint8, pin_memory=True)
+
+
+def table_of(blocks: list[list[int]]) -> torch.Tensor:
     """Block tables of sequences, int32 [sequences, blocks], as wide as the longest; shorter ones are padded with 0."""
     width = max(map(len, blocks))
-    return torch.tensor([each + [0] * (width - len(each)) for each in blocks], dtype=torch.int32, device=device)
+    return torch.tensor([each + [0] * (width - len(each)) for each in blocks], dtype=torch.int32)
 
 
 def packed(
@@ -160,23 +180,37 @@ def packed(
     device: torch.device,
     state_slots: list[int] | None = None,
 ) -> PackedBatch:
-    """Return a batch of pieces of sequences.
+    """Return a batch of pieces of sequences on a device.
 
-    pieces: int64 [n] each.  begins: position of each piece's first token in its sequence.  blocks, state_slots: of each
-        sequence.
+    pieces: int64 [n] each, on the host.  begins: position of each piece's first token in its sequence.
+    blocks, state_slots: of each sequence.
     """
+    return uploaded([packed_on_host(pieces, begins, blocks, state_slots)], device)[0]
+
+
+def packed_on_host(
+    pieces: list[torch.Tensor], begins: list[int], blocks: list[list[int]], state_slots: list[int] | None = None
+) -> PackedBatch:
+    """Return `packed` on the host."""
     sizes = torch.tensor([len(piece) for piece in pieces])
     begin = torch.tensor(begins)
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
     positions = torch.arange(int(cu_seqlens[-1])) + (begin - cu_seqlens[:-1]).repeat_interleave(sizes)
     return PackedBatch(
-        ids=torch.cat(pieces).to(device),
-        positions=positions.int().to(device),
-        cu_seqlens=cu_seqlens.int().to(device),
-        lengths=(begin + sizes).int().to(device),
-        block_tables=table_of(blocks, device),
-        state_slots=None if state_slots is None else torch.tensor(state_slots, dtype=torch.int32, device=device),
+        ids=torch.cat(pieces),
+        positions=positions.int(),
+        cu_seqlens=cu_seqlens.int(),
+        lengths=(begin + sizes).int(),
+        block_tables=table_of(blocks),
+        state_slots=None if state_slots is None else torch.tensor(state_slots, dtype=torch.int32),
     )
+
+
+def uploaded(batches: list[PackedBatch], device: torch.device) -> list[PackedBatch]:
+    """Return batches of the host on a device, by one copy for all of them."""
+    fields = [[value for value in vars(batch).values() if value is not None] for batch in batches]
+    tensors = iter(on_device([tensor for of_batch in fields for tensor in of_batch], device))
+    return [PackedBatch(*(next(tensors) for _ in of_batch)) for of_batch in fields]
 
 
 def is_packable(attention_mask: torch.Tensor) -> bool:

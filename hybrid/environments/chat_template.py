@@ -102,7 +102,7 @@ class ChatTemplate:
             given = "none" if tokenizer.chat_template is None else "one that rejects a question with an answer"
             raise ValueError(
                 f"tokenizer.chat_template: {given} given; conversations need a template that renders user and "
-                "assistant messages, and an end token"
+                "assistant messages, and an end token; set tokenizer.chat_template, or ask for plain completions"
             )
         self.turn_end = turn_end
 

@@ -199,7 +199,7 @@ def padded_logits(decoder: AnyDecoder, ids: torch.Tensor, mask: torch.Tensor) ->
     """Return the logits [rows, tokens, vocab] in the decoder's dtype, 0 at masked tokens.  ids, mask: int64 [rows,
     tokens]."""
     real = mask.bool()
-    pieces = [row[kept] for row, kept in zip(ids, real, strict=True)]
+    pieces = [row[kept] for row, kept in zip(ids.cpu(), real.cpu(), strict=True)]
     width = -(-max(map(len, pieces)) // BLOCK_SIZE)
     blocks = [list(range(1 + n * width, 1 + (n + 1) * width)) for n in range(len(pieces))]  # block 0 is reserved
     batch = packed(pieces, [0] * len(pieces), blocks, decoder.device, list(range(len(pieces))))

@@ -9,7 +9,7 @@ import torch
 
 from hybrid.decoders.batch import BLOCK_SIZE, KVWeights, PagedKV, States, state_bytes
 
-RESERVED_SHARE = 0.9  # of free memory: the most that `reserve_call` reserves; activations need the rest
+RESERVED_SHARE = 0.9  # of what forwards leave of free memory: the most that `reserve_call` reserves
 TOKEN_BYTES = 8  # int64
 FULL_BYTES = BLOCK_SIZE * TOKEN_BYTES
 
@@ -61,6 +61,7 @@ class BlockPool:
         self.prefilled_tokens = self.reused_tokens = 0  # of this call's prompts: computed, and found
         self.reused_scored_tokens = 0  # of the sequences that this call scores: those whose layers are not computed
         self.affordable_bytes: float | None = None  # the least `free_bytes` of ranks that decode one batch
+        self.call_limit: int | None = None  # blocks, where free memory does not suffice for the call; None: it does
         self.peak_bytes = 0
         self.make_states: Callable[[int], States] | None = None  # during a call of a model with recurrent layers
         self.states: States = {}  # as `PagedKV.states`
@@ -88,7 +89,7 @@ class BlockPool:
         self.free_slots = list(range(self.num_slots))
         if self.kv.keys and self.kv.kind != block.kind:
             self.release()
-        self.make, self.block_bytes = make, block.block_bytes
+        self.make, self.block_bytes, self.call_limit = make, block.block_bytes, None
         self.prefilled_tokens = self.reused_tokens = self.reused_scored_tokens = 0
         self._forget(self.prefix_cache.use(weights))
         referenced = [block for block, count in enumerate(self.ref_counts) if count]
@@ -110,12 +111,16 @@ class BlockPool:
         if self.limit_bytes is not None and self.nbytes() > self.limit_bytes:
             self._release_blocks()
 
-    def reserve_call(self, num_blocks: int) -> None:
+    def reserve_call(self, num_blocks: int, forward_bytes: int = 0, needed: int = 0) -> None:
         """Reserve storage for a call that holds at most `num_blocks` blocks at once. Call it before the first
         `allocate`.
 
         Storage that is too small grows: to all blocks, or to as many as `limit_bytes` and free memory allow. If the
         call needs more, `allocate` grows it again. Old and new are held together for one layer's keys or values.
+
+        forward_bytes: that the call's forwards take of free memory.
+        needed: blocks with which the call can do: it waits for them where free memory does not allow more, and `limit`
+            says so. 0: it needs all of them.
         """
         assert not self.num_used, "blocks are in use before they are reserved"
         if self.shares_prefixes:
@@ -123,8 +128,10 @@ class BlockPool:
         wanted = self._rounded(num_blocks + 1)
         if wanted > self.capacity:
             free = self.free_bytes() if self.affordable_bytes is None else self.affordable_bytes
-            affordable = (free + self.nbytes()) * RESERVED_SHARE / self.block_bytes
-            wanted = self._rounded(int(min(num_blocks + 1, max(affordable, 1))))
+            affordable = (free - forward_bytes + self.nbytes()) * RESERVED_SHARE / self.block_bytes
+            wanted = self._rounded(int(min(num_blocks + 1, max(affordable, self.capacity, 1))))
+            if needed and wanted <= num_blocks:
+                self.call_limit = max(wanted - 1, needed)
         if wanted > self.capacity:
             self._grow(wanted)
 
@@ -162,8 +169,9 @@ class BlockPool:
     def limit(self) -> int | None:
         """The most blocks that may be in use at once; None: unlimited."""
         if self.limit_bytes is None:
-            return None
-        return max((self.limit_bytes - self.num_slots * self.slot_bytes) // self.block_bytes - 1, 0)
+            return self.call_limit
+        limit = max((self.limit_bytes - self.num_slots * self.slot_bytes) // self.block_bytes - 1, 0)
+        return limit if self.call_limit is None else min(limit, self.call_limit)
 
     @property
     def shares_prefixes(self) -> bool:

@@ -6,7 +6,15 @@ from typing import Any
 
 import torch
 
-from hybrid.decoders.batch import BLOCK_SIZE, LayerActivations, PackedBatch, packed, table_of
+from hybrid.decoders.batch import (
+    BLOCK_SIZE,
+    LayerActivations,
+    PackedBatch,
+    on_device,
+    packed_on_host,
+    table_of,
+    uploaded,
+)
 from hybrid.decoders.drafts import Drafting, VerifiedTokens, verify_steps
 from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.generation.block_pool import BlockPool, blocks_for
@@ -24,7 +32,7 @@ def hidden_states(
     activations_of: Callable[[dict[int, range]], LayerActivations] | None = None,
     state_slots: list[int] | None = None,
 ) -> Iterator[tuple[dict[int, range], torch.Tensor]]:
-    """Run sequences, int64 [n] each, through the layers and write their keys and values to their blocks.
+    """Run sequences, int64 [n] each on the host, through the layers and write their keys and values to their blocks.
 
     begins: how many tokens of each sequence its blocks already hold.
     activations_of: returns the memory that a forward of these chunks writes its layers' inputs to; None: they are not
@@ -32,13 +40,17 @@ def hidden_states(
     state_slots: of each sequence; None: the model has no recurrent layers.
     Yields `prefill_chunks` and the last layer's output [tokens, hidden] of each forward.
     """
-    for chunks in prefill_chunks(begins, [len(sequence) for sequence in sequences], decoder.prefill_tokens):
-        INTERRUPTS.raise_pending()
+    forwards = prefill_chunks(begins, [len(sequence) for sequence in sequences], decoder.prefill_tokens)
+    batches = []
+    for chunks in forwards:
         ids = [sequences[index][chunk.start : chunk.stop] for index, chunk in chunks.items()]
         starts, tables = [chunk.start for chunk in chunks.values()], [blocks[index] for index in chunks]
-        more = {} if activations_of is None else {"activations": activations_of(chunks)}
         slots = None if state_slots is None else [state_slots[index] for index in chunks]
-        yield chunks, decoder.forward(packed(ids, starts, tables, decoder.device, slots), block_pool.kv, **more)
+        batches.append(packed_on_host(ids, starts, tables, slots))
+    for chunks, batch in zip(forwards, uploaded(batches, decoder.device), strict=True):
+        INTERRUPTS.raise_pending()
+        more = {} if activations_of is None else {"activations": activations_of(chunks)}
+        yield chunks, decoder.forward(batch, block_pool.kv, **more)
 
 
 def prefill(
@@ -52,7 +64,8 @@ def prefill(
     """
     blocks: list[list[int]] = [[] for _ in prompts]
     logits: dict[int, torch.Tensor] = {}
-    for wave in prefill_waves(block_pool, [prompt.cpu() for prompt in prompts]):
+    prompts = [prompt.cpu() for prompt in prompts]
+    for wave in prefill_waves(block_pool, prompts):
         begins = []
         for index in wave:
             blocks[index], begin = block_pool.reuse(prompts[index])
@@ -64,8 +77,8 @@ def prefill(
             ends = zip(chunks.items(), accumulate(map(len, chunks.values())), strict=True)
             last = {wave[index]: end - 1 for (index, chunk), end in ends if chunk.stop == len(ids[index])}
             if last:
-                of_ends = decoder.logits(hidden[torch.tensor(list(last.values()), device=decoder.device)])
-                logits.update(zip(last, of_ends, strict=True))
+                (ends_of_prompts,) = on_device([torch.tensor(list(last.values()))], decoder.device)
+                logits.update(zip(last, decoder.logits(hidden[ends_of_prompts]), strict=True))
         for prompt, held in zip(ids, tables, strict=True):
             full = len(prompt) // BLOCK_SIZE
             block_pool.insert(prompt[: full * BLOCK_SIZE], held[:full])
@@ -129,7 +142,8 @@ class RunningSequences:
     def append_columns(self, sequences: list[Sequence]) -> None:
         """Append sequences whose next tokens follow their completions' `length`."""
         self.sequences = self.sequences + sequences
-        more = torch.tensor([(each.row, each.length, 0) for each in sequences], device=self.device).unbind(1)
+        new = torch.tensor([(each.row, each.length, 0) for each in sequences])
+        more = on_device([new], self.device)[0].unbind(1)
         columns = self.rows, self.positions, self.latest_tokens
         self.rows, self.positions, self.latest_tokens = (torch.cat(pair) for pair in zip(columns, more, strict=True))
 
@@ -162,7 +176,7 @@ class ModelRunner(RunningSequences):
         `length`. The runner takes over the references to the blocks."""
         self.block_tables.add([sequence.blocks for sequence in sequences])
         self.offsets += [length - self.steps for length in lengths]
-        cached = torch.tensor(lengths, dtype=torch.int32, device=self.device)
+        (cached,) = on_device([torch.tensor(lengths, dtype=torch.int32)], self.device)
         self.lengths = torch.cat([self.lengths, cached])
         self.append_columns(sequences)
         self._update()
@@ -190,7 +204,7 @@ class ModelRunner(RunningSequences):
         self.cu_seqlens = torch.arange(len(self) + 1, dtype=torch.int32, device=self.device)
         if not self.block_pool.shares_prefixes:
             slots = [sequence.state_slot for sequence in self.sequences]
-            self.state_slots = torch.tensor(slots, dtype=torch.int32, device=self.device)
+            (self.state_slots,) = on_device([torch.tensor(slots, dtype=torch.int32)], self.device)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Append a token, int64 [rows], to each row; returns the logits after it, float32 [rows, vocab]."""
@@ -243,7 +257,7 @@ class ModelRunner(RunningSequences):
             self.block_pool.free_states([self.sequences[index].state_slot])
             self.sequences[index].blocks = []
         self.offsets = [self.offsets[index] for index in keep]
-        kept = torch.tensor(keep, dtype=torch.int64, device=self.device)
+        (kept,) = on_device([torch.tensor(keep, dtype=torch.int64)], self.device)
         self.keep_columns(keep, kept)
         self.lengths = self.lengths[kept]
         self.block_tables.keep(kept)
@@ -268,7 +282,7 @@ class BlockTables:
         """Append rows with these blocks."""
         self._grow(self.count + len(blocks), max(map(len, blocks), default=0))
         first, self.count = self.count, self.count + len(blocks)
-        tables = table_of(blocks, self.memory.device)
+        (tables,) = on_device([table_of(blocks)], self.memory.device)
         self.memory[first : self.count, : tables.shape[1]] = tables
 
     def write(self, entries: list[tuple[int, int, int]]) -> None:
@@ -277,8 +291,9 @@ class BlockTables:
             return
         rows, columns, blocks = zip(*entries, strict=True)
         self._grow(self.count, max(columns) + 1)
-        at = torch.tensor([rows, columns], device=self.memory.device)
-        self.memory[at[0], at[1]] = torch.tensor(blocks, dtype=torch.int32, device=self.memory.device)
+        written = torch.tensor([rows, columns]), torch.tensor(blocks, dtype=torch.int32)
+        at, values = on_device(written, self.memory.device)
+        self.memory[at[0], at[1]] = values
 
     def keep(self, indices: torch.Tensor) -> None:
         """Keep the rows with these indices, int64 [n], ascending; they move up."""

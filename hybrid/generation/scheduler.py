@@ -24,6 +24,7 @@ from hybrid.generation.completions import (
     Penalties,
     without_tokens,
 )
+from hybrid.generation.forward_memory import forward_memory
 from hybrid.generation.model_runner import ModelRunner, prefill
 from hybrid.generation.request import Processors, Request, StopCondition
 from hybrid.generation.routing import read_router_indices
@@ -245,9 +246,16 @@ class Scheduler:
     def reserve(self) -> None:
         """Reserve the memory of the whole request."""
         num_rows = sum(len(group.waiting) for group in self.waiting)
-        self.block_pool.reserve_states(min(self.max_num_seqs, num_rows) + 1)
-        self.block_pool.reserve_call(self.max_blocks_in_use())
-        self.decoder.reserve(self.request.longest)
+        self.reserve_for(min(self.max_num_seqs, num_rows), self.max_blocks_in_use())
+
+    def reserve_for(self, num_seqs: int, num_blocks: int) -> None:
+        """Reserve the memory of `num_seqs` sequences at once. Where free memory does not suffice for their blocks, rows
+        wait for others' blocks."""
+        longest = self.request.longest
+        self.block_pool.reserve_states(num_seqs + 1)
+        forwards = forward_memory(self.decoder, num_seqs, longest).total
+        self.block_pool.reserve_call(num_blocks, forwards, blocks_for(longest))
+        self.decoder.reserve(longest)
 
     def max_blocks_in_use(self) -> int:
         """Return the most blocks that are in use at once, in whatever order sequences end.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybrid.decoders.batch import BLOCK_SIZE, LayerActivations
+from hybrid.decoders.batch import BLOCK_SIZE, LayerActivations, on_device
 from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.generation.block_pool import BlockPool, blocks_for
 from hybrid.generation.model_runner import hidden_states, prefill_chunks
@@ -109,6 +109,7 @@ def score_packed(
         arguments = decoder, block_pool, sequences, attention_mask, temperature, rows_at_once
         return shared_scores(*arguments, top_k=top_k)[0]
     scores = Scores.zeros((len(sequences), sequences.shape[1] - 1), top_k, decoder.device)
+    sequences = sequences.cpu()
     first, length = attention_mask.argmax(dim=1).tolist(), attention_mask.sum(dim=1).tolist()
     decoder.reserve(max(length))
     runs = list(together(length, rows_at_once, block_pool.limit))
@@ -141,7 +142,7 @@ def put_scores(
 ) -> None:
     """Write the scores of the tokens that follow those of a forward; logits exist for LOGIT_ROWS tokens at a time.
 
-    chunks, hidden: as `hidden_states` gives them.  sequences: int64 [n] each.
+    chunks, hidden: as `hidden_states` gives them.  sequences: int64 [n] each, on the host.
     rows, columns: where `scores` has each sequence's second token.
     """
     # Every token's logits score the next token: its index in `hidden`, the target, and the output's index.
@@ -151,7 +152,8 @@ def put_scores(
         targets.append(sequences[index][positions + 1])
         row_of.append(torch.full_like(positions, rows[index]))
         column_of.append(columns[index] + positions)
-    parts = (torch.cat(part).to(decoder.device).split(LOGIT_ROWS) for part in (sources, targets, row_of, column_of))
+    on_host = [torch.cat(part) for part in (sources, targets, row_of, column_of)]
+    parts = (part.split(LOGIT_ROWS) for part in on_device(on_host, decoder.device))
     for source, target, row, column in zip(*parts, strict=True):
         if len(source):
             # Without a name for the logits, so that they are freed before the next ones are computed.
@@ -256,7 +258,7 @@ def shared_scores(
     activations = layer_activations(decoder, packed.count) if keeps_inputs else None
     of_pairs = Scores.zeros((len(targets.ids),), top_k, decoder.device)
     for places, hidden in packed_hidden_states(decoder, block_pool, packed, rows_at_once, activations):
-        parts = (part.to(decoder.device).split(LOGIT_ROWS) for part in targets.after(places))
+        parts = (part.split(LOGIT_ROWS) for part in on_device(targets.after(places), decoder.device))
         for source, target, pair in zip(*parts, strict=True):
             if len(source):
                 # Without a name for the logits, so that they are freed before the next ones are computed.

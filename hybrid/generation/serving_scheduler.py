@@ -212,9 +212,7 @@ class ServingScheduler(Scheduler):
 
     def reserve(self) -> None:
         """Reserve the memory of all slots."""
-        self.block_pool.reserve_states(self.max_num_seqs + 1)
-        self.block_pool.reserve_call(self.max_num_seqs * blocks_for(self.request.longest))
-        self.decoder.reserve(self.request.longest)
+        self.reserve_for(self.max_num_seqs, self.max_num_seqs * blocks_for(self.request.longest))
 
     # -------------------------------------------------------------- arrivals
 

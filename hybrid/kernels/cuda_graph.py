@@ -8,8 +8,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -31,17 +32,15 @@ class CaptureError(RuntimeError):
 class DeviceCapture:
     """Captures functions as CUDA graphs on the current device.
 
-    All of its graphs are captured on one stream and share one memory pool: replay them one after the other. When all
-    of them are gone, the next capture begins a new pool: torch's allocator refuses a pool that has no graph left
-    (`use_count > 0` in `create_or_incref_pool`, torch 2.11 to 2.13). A failed capture can leave torch's allocator in
-    the belief that its pool is being captured into (pytorch#180395), so that later captures get another pool and
-    another stream.
+    All of its graphs are captured on one stream of a device and share one memory pool: replay them one after the other.
+    Warm-ups allocate from that pool too, and so keep no memory of their own on that stream. When all graphs are gone
+    the pool is freed, and the next capture begins a new one. A failed capture can leave torch's allocator in the belief
+    that its pool is being captured into (pytorch#180395), so that later captures get another pool and another stream.
     """
 
     def __init__(self) -> None:
         self.stream: torch.cuda.Stream | None = None
-        self.pool: Any = None  # torch's handle of the memory pool
-        self.graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # those in the pool
+        self.pool: Callable[[], torch.cuda.MemPool | None] = lambda: None  # its graphs' replays keep it
 
     def __call__(self, run: Run) -> Run:
         """Capture `run`, and return the function that replays it.
@@ -52,30 +51,31 @@ class DeviceCapture:
             raise NotImplementedError(
                 "CUDA graphs need a CUDA device, and torch sees none; run the step itself instead"
             )
-        if self.stream is None:
-            self.stream = torch.cuda.Stream()
-        if not self.graphs:
-            self.pool = torch.cuda.graph_pool_handle()
+        pool = self.pool()
+        if self.stream is None or self.stream.device_index != torch.cuda.current_device():
+            self.stream, pool = torch.cuda.Stream(), None
+        pool = torch.cuda.MemPool() if pool is None else pool
+        self.pool = ref(pool)
         try:
-            graph = self._captured(run, self.stream)
+            graph = self._captured(run, self.stream, pool)
         except BaseException:
-            self.stream, self.graphs = None, WeakSet()
+            self.stream = None
             raise
-        self.graphs.add(graph)
         torch.cuda.current_stream().wait_stream(self.stream)
-        return graph.replay
+        return partial(replayed, graph, pool)
 
-    def _captured(self, run: Run, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    def _captured(self, run: Run, stream: torch.cuda.Stream, pool: torch.cuda.MemPool) -> torch.cuda.CUDAGraph:
         """Return the graph of `run`, in the pool."""
         graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
         # Not `torch.cuda.graph`, which empties the allocator's cache before every capture (torch 2.13).
         with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
-                run()
+            with torch.cuda.use_mem_pool(pool):
+                for _ in range(WARM_UPS):
+                    run()
             torch.cuda.synchronize()
             # Other threads may call CUDA during the capture: data loaders that pin memory, NCCL's watchdog.
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")  # type: ignore[arg-type]  # torch names the tuple
             try:
                 run()
             except BaseException:
@@ -84,6 +84,11 @@ class DeviceCapture:
                 raise
             graph.capture_end()
         return graph
+
+
+def replayed(graph: torch.cuda.CUDAGraph, pool: torch.cuda.MemPool) -> None:
+    """Replay a graph on the current stream of its device.  pool: kept as long as the graph is."""
+    graph.replay()
 
 
 class Graphs:

@@ -9,12 +9,9 @@ from deepspeed.utils import log_dist
 from torch import nn
 
 from hybrid.config import RolloutConfig
-from hybrid.decoders.cpu_decoder import CpuDecoder
 from hybrid.decoders.fused_model import FusedModel
-from hybrid.decoders.self_check import checked_lengths
-from hybrid.decoders.torch_decoder import WholeDecoder
 from hybrid.generation.block_pool import BlockPool, blocks_for
-from hybrid.generation.scoring import LOGIT_ROWS
+from hybrid.generation.forward_memory import forward_memory, logit_rows
 from hybrid.models.quantized import state_bytes
 from hybrid.models.spec import DecoderSpec
 from hybrid.runtime.memory import free_bytes
@@ -242,6 +239,7 @@ def need_of(
         kv = min(kv + extra, rollout.kv_cache_bytes or kv + extra)
         ranks = 1 if decoder is None or decoder.group is None else mode.tp_size  # that decode one batch
         logits = logit_rows(decoder, ranks * max(rows, 1), tokens) * -(-vocabulary // ranks) * 4
+        held = at_rest, gather_bytes, snapshot_bytes, copies, kv
         if decoder is None:
             # Of the model's own layers, approximately: four times the hidden size (the residual stream, its norm, the
             # attention output, a float32 copy) and three times the MLP's inner size. The head's logits are made after
@@ -249,13 +247,9 @@ def need_of(
             hidden = info.size("hidden_size")
             width = 4 * hidden + 3 * (info.size("intermediate_size") or 4 * hidden)
             activations = max(rows * tokens * width * next(info.model.parameters()).element_size() - logits, 0)
-        else:
-            at_once = max(min(ranks * rows * tokens, decoder.prefill_tokens), sum(checked_lengths(decoder)))
-            activations = decoder.activation_bytes(at_once)
-        graphs = 0
-        if decoder is not None and not mode.streaming and rows:
-            graphs = decoder.loop_bytes(ranks * rows, tokens)
-        return Need(at_rest, gather_bytes, snapshot_bytes, copies, kv, logits, activations, graphs)
+            return Need(*held, logits, activations)
+        memory = forward_memory(decoder, ranks * rows, tokens)
+        return Need(*held, logits, memory.activations, 0 if mode.streaming else memory.graphs)
 
     return need
 
@@ -266,17 +260,6 @@ def bytes_at_rest(model: nn.Module) -> int:
         (param.ds_tensor.nbytes if is_partitioned(param) and param.numel() == 0 else param.nbytes) + state_bytes(param)
         for param in model.parameters()
     )
-
-
-def logit_rows(decoder: WholeDecoder | None, rows: int, tokens: int) -> int:
-    """Return the rows of logits that exist at once, temporaries counted: in a decode step (`rows` sequences) or in
-    scoring.
-
-    Kernels sample without a copy, and the CPU's also score so; torch's operations make temporaries of the same size.
-    """
-    for_decoding = 3 if decoder is not None and decoder.samples_in_kernel else 5
-    for_scoring = 1 if isinstance(decoder, CpuDecoder) else 5
-    return max(for_decoding * rows, for_scoring * min(rows * tokens, LOGIT_ROWS))
 
 
 def layer_input_bytes(spec: DecoderSpec, dtype: torch.dtype, tokens: int) -> int:

@@ -1,6 +1,7 @@
 """Runs a script from its command line to its end."""
 
 import importlib
+import logging
 import os
 from collections.abc import Callable
 from functools import partial
@@ -29,6 +30,8 @@ def run_command(
     """
     with input_errors_reported():
         args = checked_arguments(kind, parse)
+        # PEFT imports bitsandbytes where it is installed, which warns of a kernel from the hub for CPUs.
+        logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
         module = importlib.import_module(script)
         ranks: Any = importlib.import_module("rlhf_examples.common.ranks")
         ranks.start_ranks()

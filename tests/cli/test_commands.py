@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 import signal
 import subprocess
 import sys
@@ -52,6 +53,12 @@ def config_of(folder, family="llama", **sizes):
     settings = {"vocab_size": VOCABULARY, **(sizes or FAMILIES[family])}
     AutoConfig.for_model(family, **settings).save_pretrained(folder)
     return folder
+
+
+def test_a_command_says_nothing_of_bitsandbytes_kernels(tmp_path):
+    """bitsandbytes 0.50, which PEFT imports, warns where the package `kernels` is absent."""
+    assert run("plan", config_of(tmp_path)).exit_code == 0
+    assert not logging.getLogger("bitsandbytes.backends.cpu.ops").isEnabledFor(logging.WARNING)
 
 
 def written(folder, *arguments: str):

@@ -134,13 +134,13 @@ def test_launches_of_a_layer_in_decode_steps(family, monkeypatch):
 # Decode loops
 
 
-def request(rows: int = 6) -> Request:
-    """Greedy rows, two of each prompt, with limits of their own; one token in eight is a stop token."""
+def request(stop_token_id: int = -1, rows: int = 6) -> Request:
+    """Greedy rows, two of each prompt, with limits of their own."""
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(1, VOCABULARY, (length,), generator=generator) for length in (7, 3, 10)]
     settings = {"max_new_tokens": 6, "sampling_params": params_of(0), "groups": torch.arange(rows) // 2}
     made = request_of(
-        [prompts[row // 2] for row in range(rows)], stop_token_ids=torch.arange(0, VOCABULARY, 8), **settings
+        [prompts[row // 2] for row in range(rows)], stop_token_ids=torch.tensor([stop_token_id]), **settings
     )
     return replace(made, limits=torch.arange(rows) % 3 + 4, pad_token_id=1)
 
@@ -168,13 +168,14 @@ def test_the_loop_in_graphs_gives_the_tokens_of_the_decoder_in_torch(family, mon
     model = small(family)
     plain = TorchDecoder(read_decoder(model), own_weights, model.dtype)
     plain.bind()
-    expected = completions_of(request(), plain, 3, 1, BlockPool(32))
-    limits = request().limits
+    endless = completions_of(request(), plain, 3, 1, BlockPool(32))
+    stopping = request(stop_token_id=endless.tokens[0, 1].item())  # the first group's second token
+    expected, limits = completions_of(stopping, plain, 3, 1, BlockPool(32)), stopping.limits
     assert (expected.lengths < limits).any() and (expected.lengths == limits).any(), expected.lengths
     decoder = CudaDecoder(read_decoder(model), own_weights, model.dtype, 4, RecordedCapture(monkeypatch))
     decoder.bind()
     for _ in range(2):
-        require_equal(completions_of(request(), decoder, 3, 4, BlockPool(32)), expected)
+        require_equal(completions_of(stopping, decoder, 3, 4, BlockPool(32)), expected)
         captured = decoder.graphs.capture.captured
     assert decoder.eager_reason == "" and captured == len(decoder.graphs), "the second call captured again"
 

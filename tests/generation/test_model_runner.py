@@ -1,12 +1,16 @@
 """Block tables, updated in place: correct as rows grow and finish, with only new blocks written."""
 
+from types import SimpleNamespace
+from typing import ClassVar
+
 import pytest
 import torch
 
+from hybrid.decoders import batch
 from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
 from hybrid.generation import model_runner as rows
 from hybrid.generation.block_pool import BlockPool, blocks_for
-from hybrid.generation.model_runner import BlockTables, ModelRunner
+from hybrid.generation.model_runner import BlockTables, ModelRunner, hidden_states
 from hybrid.generation.sequence import Sequence
 
 
@@ -91,3 +95,41 @@ def test_a_step_writes_only_new_blocks_to_the_table(monkeypatch):
         runner.allocate_slots(1)
         runner.step(tokens)
     assert runner.block_tables.memory.data_ptr() == memory
+
+
+class Pinned(torch.Tensor):
+    """Pinned memory of a machine with a device: its copies to the device are recorded."""
+
+    copies: ClassVar[list[tuple[object, bool]]] = []
+
+    def to(self, device, non_blocking=False):
+        self.copies.append((device, non_blocking))
+        return self.as_subclass(torch.Tensor).clone()
+
+
+@pytest.mark.parametrize("with_states", [False, True])
+def test_all_chunks_of_a_prefill_are_uploaded_by_one_copy_that_the_host_does_not_wait_for(with_states, monkeypatch):
+    """On a fake device; the batches are those that a CPU decoder gets."""
+    monkeypatch.setattr(Pinned, "copies", [])
+    monkeypatch.setattr(batch, "pinned_bytes", lambda count: torch.zeros(count, dtype=torch.uint8).as_subclass(Pinned))
+    pool, of_devices = BlockPool(BLOCK_SIZE), []
+    generator = torch.Generator().manual_seed(0)
+    lengths = (70, 3, 41)
+    sequences = [torch.randint(100, (length,), generator=generator) for length in lengths]
+    blocks = [[5, 9, 2], [1], [7, 3]]
+    for device in (SimpleNamespace(type="cuda"), torch.device("cpu")):
+        batches = []
+        forward = lambda batch, kv: batches.append(batch)  # noqa: B023, E731
+        decoder = SimpleNamespace(device=device, prefill_tokens=24, forward=forward)
+        slots = [2, 0, 1] if with_states else None
+        list(hidden_states(decoder, pool, sequences, blocks, [32, 0, 7], state_slots=slots))
+        of_devices.append(batches)
+        assert len(Pinned.copies) == 1 and Pinned.copies[0][1]
+    assert len(of_devices[0]) == len(of_devices[1]) == 4
+    for uploaded, expected in zip(*of_devices, strict=True):
+        for name, tensor in vars(expected).items():
+            actual = getattr(uploaded, name)
+            assert (actual is None) == (tensor is None)
+            if tensor is not None:
+                assert actual.dtype == tensor.dtype and torch.equal(actual, tensor), name
+                assert actual.data_ptr() % 16 == 0, "Triton would compile again"

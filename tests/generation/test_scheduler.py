@@ -2,7 +2,9 @@
 token. The oracle decodes each row alone, from a list of its tokens."""
 
 import contextlib
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from transformers import (
 from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
 from hybrid.generation.block_pool import BlockPool, blocks_for
 from hybrid.generation.completions import Completions
+from hybrid.generation.forward_memory import forward_memory
 from hybrid.generation.request import Request
 from hybrid.generation.scheduler import Scheduler
 from hybrid.sampling.params import warpers_of
@@ -44,7 +47,8 @@ class PagedMock:
     device = torch.device("cpu")
     vocabulary = group = None
     samples_in_kernel = samples_with_penalties = False
-    prefill_tokens = 2048
+    prefill_tokens = context_block = 2048
+    spec = SimpleNamespace(vocab_size=VOCABULARY, max_positions=None)
 
     def __init__(self):
         self.prefilled = 0  # tokens
@@ -59,6 +63,12 @@ class PagedMock:
 
     def reserve(self, tokens: int) -> None:
         self.reserved = tokens
+
+    def activation_bytes(self, tokens: int) -> int:
+        return 100 * tokens
+
+    def loop_bytes(self, sequences: int, tokens: int) -> int:
+        return 1000 * sequences
 
     def forward(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         self.prefilled += len(batch.ids)
@@ -140,11 +150,12 @@ def run_scheduler(
     limit: int | None = None,
     step: int = BLOCK_SIZE,
     caches_prefixes: bool = True,
+    free_bytes: float = math.inf,
 ) -> tuple[Completions, PagedMock, RecordingPool]:
     """The completions, their decoder and block pool; limit: the most blocks in use."""
     decoder = PagedMock()
     limit_bytes = None if limit is None else (limit + 1) * 2 * BLOCK_SIZE * 8
-    block_pool = RecordingPool(step, limit_bytes, caches_prefixes=caches_prefixes)
+    block_pool = RecordingPool(step, limit_bytes, free_bytes=lambda: free_bytes, caches_prefixes=caches_prefixes)
     block_pool.begin_call(decoder.kv)
     phase = lambda name: contextlib.nullcontext()  # noqa: E731
     done = Scheduler(request, decoder, block_pool, max_num_seqs, phase, num_scheduler_steps).run()
@@ -311,6 +322,16 @@ def test_the_kv_cache_limit_is_kept(max_num_seqs, num_scheduler_steps):
         batch_sizes.append(max(decoder.steps))
     assert batch_sizes == sorted(batch_sizes)
     assert batch_sizes[0] < batch_sizes[-1]
+
+
+def test_rows_wait_where_free_memory_is_short():
+    """Free memory, beside what the forwards take, holds 12 blocks; without the wait the storage would grow beyond."""
+    request = request_of(MIXTURE)
+    most, block_bytes = run_scheduler(request)[2].max_used, 2 * BLOCK_SIZE * 8
+    forwards = forward_memory(PagedMock(), len(MIXTURE), request.longest).total
+    actual, _, block_pool = run_scheduler(request, free_bytes=forwards + 12 * block_bytes)
+    require_same(actual, expected(request))
+    assert block_pool.max_used <= 9 < most and block_pool.peak_bytes == 10 * block_bytes
 
 
 def test_shared_blocks_are_held_until_the_groups_last_row_finishes():

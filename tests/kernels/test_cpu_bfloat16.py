@@ -192,6 +192,25 @@ def test_emulated_bfloat16_products_match_plain_vectors(family, level):
     assert torch.equal(single, actual[70:79]), "a row depends on the batch around it"
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+def test_gates_that_tiles_multiply_together_keep_their_bits(activation):
+    """Gate and up projections whose sums stay in the L1 cache, against those with biases of 0, which are written."""
+    library, sizes = (
+        opened(built(BUILDS["AMX"])),
+        {"hidden_size": 64, "intermediate_size": 96, "hidden_act": activation},
+    )
+    generator = torch.Generator().manual_seed(0)
+    # Two passes of tiles and a part of one, less than a tile, one row.
+    rows = [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in (70, 9, 1)]
+    plain = tiny_model("llama", dtype=torch.bfloat16, **sizes).eval()
+    biased = tiny_model("llama", dtype=torch.bfloat16, **sizes, mlp_bias=True).eval()
+    missing, unexpected = biased.load_state_dict(plain.state_dict(), strict=False)
+    assert missing and all(name.endswith("bias") for name in missing) and not unexpected
+    for name in missing:
+        torch.nn.init.zeros_(biased.get_parameter(name))
+    assert torch.equal(logits_of(library, plain, rows), logits_of(library, biased, rows))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "dtype", "tokens"),

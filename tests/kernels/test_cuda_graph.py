@@ -84,6 +84,25 @@ def test_a_capture_after_all_graphs_are_gone_gets_a_new_pool(monkeypatch):
     assert recorded.pools.graphs == {1: 0, 2: 1}
 
 
+def test_warm_ups_allocate_from_the_graphs_pool(monkeypatch):
+    """Else the allocator keeps what they freed for the capture's stream alone, which no plan counts."""
+    recorded, pools = RecordedCapture(monkeypatch), []
+    graphs = Graphs(capture=recorded)
+    for key in ("first", "second"):
+        graphs.add(key, lambda: pools.append(recorded.pools.in_use))
+    assert pools == [1] * 4 and recorded.pools.in_use is None
+
+
+def test_each_device_has_its_stream_and_pool(monkeypatch):
+    """Two fake devices: a model that moves to another one is captured on that one, and earlier graphs stay."""
+    recorded, x = RecordedCapture(monkeypatch), torch.zeros(2)
+    graphs = Graphs(capture=recorded)
+    for recorded.device in (0, 1, 1):
+        graphs.add((recorded.device, len(graphs)), lambda: x.add_(1))
+    assert recorded.capture.stream.device_index == 1 and recorded.pools.graphs == {1: 1, 2: 2}
+    assert {pool: kept.device for pool, kept in recorded.pools.kept.items()} == {1: 0, 2: 1}
+
+
 def test_a_failed_capture_leaves_its_pool_and_stream_for_good(monkeypatch):
     """torch believes that the pool is being captured into; graphs that it has can be replayed."""
     recorded, x = RecordedCapture(monkeypatch), torch.zeros(2)

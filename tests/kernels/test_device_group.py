@@ -1,8 +1,11 @@
 """Sums through symmetric memory, with a substitute that checks what torch's kernels require and adds by gloo."""
 
+from unittest.mock import Mock, create_autospec
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import _symmetric_memory as symmetric_memory
 
 from hybrid.kernels import device_group
 from hybrid.kernels.device_group import DeviceGroup, maps_symmetric_memory, on_devices
@@ -63,6 +66,37 @@ def check_sums() -> None:
 
 def test_sums_through_symmetric_memory_equal_all_reduces(ranks):
     ranks.run(check_sums)
+
+
+def test_torch_has_the_symmetric_memory_that_sums_call():
+    """Calls that only CUDA builds can run: their names and arguments, which torch 2.11 to 2.13 have."""
+    for name in ("multimem_all_reduce_", "two_shot_all_reduce_"):
+        arguments = getattr(torch.ops.symm_mem, name).default._schema.arguments
+        assert [(each.name, str(each.type)) for each in arguments] == [
+            ("input", "Tensor"),
+            ("reduce_op", "str"),
+            ("group_name", "str"),
+        ]
+        assert arguments[0].alias_info.is_write, "it does not add in place"
+    assert hasattr(torch._C._distributed_c10d._SymmetricMemory, "multicast_ptr")
+
+
+@pytest.mark.parametrize("multicast_ptr", [0, 4096])
+def test_buffers_are_mapped_on_the_groups_device(multicast_ptr, monkeypatch):
+    """Two fake devices; the calls have the arguments of torch's own functions."""
+    mapped = []
+    empty = create_autospec(symmetric_memory.empty, side_effect=lambda *size, dtype, device: (*size, dtype, device))
+    rendezvous = create_autospec(
+        symmetric_memory.rendezvous,
+        side_effect=lambda buffer, group: mapped.append((buffer, group)) or Mock(multicast_ptr=multicast_ptr),
+    )
+    monkeypatch.setattr(symmetric_memory, "empty", empty)
+    monkeypatch.setattr(symmetric_memory, "rendezvous", rendezvous)
+    for index in range(2):
+        device = torch.device("cuda", index)
+        buffer, has_multicast = device_group.mapped_buffer(64, torch.bfloat16, device, "group")
+        assert buffer == (32, torch.bfloat16, device) and has_multicast == (multicast_ptr != 0)
+    assert [group for _, group in mapped] == ["group"] * 2
 
 
 def check_fallback() -> None:

@@ -74,7 +74,7 @@ def test_launches_have_the_arguments_of_their_kernels(tmp_path):
 @pytest.mark.parametrize("arch", SHARED_KIB)
 def test_kernels_compile_without_spilling_registers(arch, tmp_path):
     kernels = compiled(tmp_path, arch)
-    assert {kernel["kernel"] for kernel in kernels} == OTHERS
+    assert {kernel["kernel"] for kernel in kernels} == OTHERS | ATTENTION  # attention to latents
     require_fitting(kernels, arch)
 
 

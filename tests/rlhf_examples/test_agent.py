@@ -101,6 +101,36 @@ def test_a_harness_plays_as_the_environment_does(ranks, small):
     ranks.run(check_harness, str(small))
 
 
+def refuse(base_url: str, record: dict) -> float:
+    raise KeyError("my own mistake")
+
+
+def ask_nothing(base_url: str, record: dict) -> float:
+    return 1.0
+
+
+def check_programs_without_requests(directory: str) -> None:
+    settings = {**TINY["agent"], **models_of("agent", Path(directory)), "output_dir": directory}
+    args = arguments_of(AgentArguments, settings)
+    actor = Actor.load(args, total_steps=4, needs_reference=False)
+    tokenizer = AutoTokenizer.from_pretrained(args.actor_model_name_or_path)
+    own, greedy = rows_of(TALK.records("train", size=2)), replace(sampling(args, seed=0), temperature=0.0)
+    actor.policy.eval()
+    for program, reason in (
+        (refuse, "KeyError: 'my own mistake'"),
+        (ask_nothing, "it sent no request to its base_url"),
+    ):
+        with pytest.raises(ValueError, match=f"harness: a program ended before its first completion: {reason}"):
+            HarnessGames(None, tokenizer, args, program).play(actor.policy, own, greedy, 1)
+    actor.destroy()
+
+
+def test_what_a_program_raises_before_its_first_completion_is_reported(ranks, small):
+    """A wrong model name, an error in the program: not that its session is unknown."""
+    pytest.importorskip("fastapi", reason="the extra `server` has it")
+    ranks.run(check_programs_without_requests, str(small))
+
+
 def test_it_trains_on_a_harness(ranks, small, tmp_path):
     pytest.importorskip("fastapi", reason="the extra `server` has it")
     harness = {"harness": "rlhf_examples.harnesses:calculator", "environment": "calculator"}

@@ -42,6 +42,12 @@ static inline VecU rounded_pairs(Vec first, Vec second) { return (VecU)_mm512_cv
 
 // Bfloat16 numbers, held as floats, as pairs: even ones low.
 static inline VecU pairs_of(Vec even, Vec odd) { return (VecU)even >> 16 | ((VecU)odd & 0xffff0000u); }
+// Those of two vectors, in order.
+static inline VecU pairs_in_order(Vec first, Vec second) {
+  VecI even, odd;  // indices into both
+  for (int i = 0; i < LANES; i++) even[i] = 2 * i, odd[i] = 2 * i + 1;
+  return pairs_of(__builtin_shuffle(first, second, even), __builtin_shuffle(first, second, odd));
+}
 static inline uint32_t pair_of(float even, float odd) {
   uint32_t low, high;
   std::memcpy(&low, &even, 4), std::memcpy(&high, &odd, 4);

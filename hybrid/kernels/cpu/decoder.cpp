@@ -284,32 +284,56 @@ struct Run {
     gate = rounded<T>(gate * rounded<T>(sigmoid(rounded<T>(gate * float(d.swiglu_alpha)))));
     return rounded<T>(rounded<T>(up + 1.0f) * gate);
   }
+  // act(gate) · up if gated, else act(gate), rounded.  slopes: of xIELU, or null.
+  Vec activated_product(Vec gate, Vec up, const float* slopes) const {
+    if (d.activation == SWIGLU_CLAMPED) return swiglu_clamped(gate, up);
+    const Vec x = d.gate_multiplier == 1.0 ? gate : rounded<T>(gate * float(d.gate_multiplier));
+    const Vec v = rounded<T>(slopes ? xielu(x, slopes[0], slopes[1]) : activated(x));
+    return d.gated ? rounded<T>(v * up) : v;
+  }
   // Elements [first, last) of a row: act(gate) · up of gate before up if gated, else act(up).  bias: of a gated row,
-  // added before, or null.  slopes: of xIELU, or null.
+  // added before, or null.
   void activate(float* row, int64_t first, int64_t last, int64_t intermediate, const float* bias = nullptr, const float* slopes = nullptr) const {
     for (int64_t i = first; bias && i < last; i++)
       for (int64_t at : {i, i + intermediate}) row[at] = rounded<T>(row[at] + bias[at]);
-    auto activated_product = [&](const float* gate, const float* up) {
-      if (d.activation == SWIGLU_CLAMPED) return swiglu_clamped(load(gate), load(up));
-      const Vec x = d.gate_multiplier == 1.0 ? load(gate) : rounded<T>(load(gate) * float(d.gate_multiplier));
-      const Vec v = rounded<T>(slopes ? xielu(x, slopes[0], slopes[1]) : activated(x));
-      return d.gated ? rounded<T>(v * load(up)) : v;
-    };
     int64_t i = first;
-    for (; i + LANES <= last; i += LANES) store(row + i, activated_product(row + i, row + intermediate + i));
+    for (; i + LANES <= last; i += LANES) store(row + i, activated_product(load(row + i), d.gated ? load(row + intermediate + i) : Vec{}, slopes));
     if (i == last) return;
     float gate[LANES] = {}, up[LANES] = {};
     const int64_t rest = (last - i) * sizeof(float);
     std::memcpy(gate, row + i, rest);
     if (d.gated) std::memcpy(up, row + intermediate + i, rest);
-    store(gate, activated_product(gate, up));
+    store(gate, activated_product(load(gate), load(up), slopes));
     std::memcpy(row + i, gate, rest);
   }
 
+#if TILES
+  // The matrices of `expand`, where tiles can multiply them together. Whether they can does not depend on rows or threads.
+  GateAndUp gate_and_up(const Linear& l, int64_t intermediate) const {
+    const bool apart = l.parts == 2 && l.rows[0] == intermediate;
+    const bool plain = !l.scale[0] && !l.bias[0] && !(apart && (l.scale[1] || l.bias[1])) && !l.num_lora_deltas;
+    if (!d.gated || !plain || (!apart && l.parts != 1) || l.inputs % TILE_DEPTH || intermediate % (2 * TILE) || !in_product_tiles<T>(l.inputs)) return {};
+    const bf16* gate = (const bf16*)l.weight[0];
+    return {gate, apart ? (const bf16*)l.weight[1] : gate + intermediate * l.inputs, l.inputs};
+  }
+#endif
   // A share of the up (and gate) projection and activation of an MLP over rows of x.  share.columns: of [0, intermediate);
   // ranges begin at multiples of 2 · LANES: whole blocks, and in the last range the tail.  bias, slopes: as in `activate`.
   void expand(const Linear& gate_up, const Rows& x, float* y, int64_t intermediate, Share mine, const float* bias = nullptr, const float* slopes = nullptr) const {
     const int64_t width = outputs(gate_up);
+#if TILES
+    if constexpr (std::is_same_v<T, bf16>)
+      if (const GateAndUp w = gate_and_up(gate_up, intermediate); w.gate && !bias) {
+        over_tiled_rows<T>(x.part(mine.rows.first, mine.rows.size()), gate_up.inputs, [&](const Rows& rows, int64_t top) {
+          gated_tile_columns(rows, w, mine.columns.first, mine.columns.last, [&](int64_t row, int64_t column, std::array<Vec, 2> gates, std::array<Vec, 2> ups) {
+            Vec v[2];
+            for (int i = 0; i < 2; i++) v[i] = activated_product(rounded<T>(gates[i]), rounded<T>(ups[i]), slopes);
+            store(y + (mine.rows.first + top + row) * width + column, (Vec)pairs_in_order(v[0], v[1]));  // as `arrange` would
+          });
+        });
+        return;
+      }
+#endif
     const Output out{Output::STORE, y, width};
     const auto over_parts = [&](auto body) {  // gate, up
       for (int64_t from = 0; from < width; from += intermediate) body(Share{mine.rows, {from + mine.columns.first, from + mine.columns.last}});

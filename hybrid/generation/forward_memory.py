@@ -1,0 +1,49 @@
+"""The memory that a call's forwards take beside the KV cache."""
+
+from dataclasses import dataclass
+
+from hybrid.decoders.cpu_decoder import CpuDecoder
+from hybrid.decoders.fused_model import AnyDecoder
+from hybrid.decoders.self_check import checked_lengths
+from hybrid.decoders.streamed_decoder import StreamedDecoder
+from hybrid.decoders.torch_decoder import WholeDecoder
+from hybrid.generation.scoring import LOGIT_ROWS
+
+
+@dataclass(frozen=True)
+class ForwardMemory:
+    """Bytes on a rank, as `Need` has them."""
+
+    logits: int
+    activations: int
+    graphs: int
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return self.logits + self.activations + self.graphs
+
+
+def forward_memory(decoder: AnyDecoder, rows: int, tokens: int) -> ForwardMemory:
+    """Return what a decoder's forwards take.
+
+    rows: decoded in one batch, those of other ranks included.  tokens: of each.
+    """
+    whole = decoder.inner if isinstance(decoder, StreamedDecoder) else decoder
+    vocabulary = decoder.vocabulary  # a rank's slice
+    num_logits = decoder.spec.vocab_size if vocabulary is None else vocabulary.width
+    at_once = max(min(rows * tokens, decoder.prefill_tokens), sum(checked_lengths(whole)))
+    graphs = whole.loop_bytes(rows, tokens) if rows and whole is decoder else 0
+    logits = logit_rows(whole, max(rows, 1), tokens) * num_logits * 4
+    return ForwardMemory(logits, whole.activation_bytes(at_once), graphs)
+
+
+def logit_rows(decoder: WholeDecoder | None, rows: int, tokens: int) -> int:
+    """Return the rows of logits that exist at once, temporaries counted: in a decode step (`rows` sequences) or in
+    scoring.
+
+    Kernels sample without a copy, and the CPU's also score so; torch's operations make temporaries of the same size.
+    """
+    for_decoding = 3 if decoder is not None and decoder.samples_in_kernel else 5
+    for_scoring = 1 if isinstance(decoder, CpuDecoder) else 5
+    return max(for_decoding * rows, for_scoring * min(rows * tokens, LOGIT_ROWS))
