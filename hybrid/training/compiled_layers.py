@@ -9,6 +9,7 @@ import torch
 from deepspeed.utils.z3_leaf_module import z3_leaf_module
 from torch import nn
 from torch.fx.experimental import _config as symbolic_shapes
+from transformers import PreTrainedModel
 
 from hybrid.models.quantized import quantized_layers
 from hybrid.weights.module_dicts import patched_attribute
@@ -63,6 +64,17 @@ def without_checkpointing(forward: Any) -> Callable:
     while checkpoints(forward):
         forward = forward.__wrapped__
     return forward
+
+
+def declared_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules whose classes transformers declares as layers: of models without a head, such as critics."""
+    declared = {
+        name
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel)
+        for name in module._no_split_modules or ()
+    }
+    return [module for module in model.modules() if type(module).__name__ in declared]
 
 
 class CompiledLayers:

@@ -49,7 +49,7 @@ from hybrid.runtime.parallel import (
 from hybrid.runtime.profiling import Profiler
 from hybrid.serving.server import Server
 from hybrid.training.builder import Builder
-from hybrid.training.compiled_layers import CompiledLayers
+from hybrid.training.compiled_layers import CompiledLayers, declared_layers
 from hybrid.training.deepspeed_api import DeepSpeedMethods
 from hybrid.training.inference_runtime import InferenceRuntime
 from hybrid.training.invalid_settings import invalid_attention, invalid_for_model, invalid_sharing
@@ -443,7 +443,8 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         if given.get("dynamic") is None:
             given["dynamic"] = True
         partitioned = self.zero_optimization_stage() == 3
-        self._patches.append(CompiledLayers(self._builder.info.text_layers, partitioned, given))
+        layers = self._builder.info.text_layers or declared_layers(self.module)
+        self._patches.append(CompiledLayers(layers, partitioned, given))
         self._is_compiled, self._compile_kwargs = True, given
 
     @with_call_lock

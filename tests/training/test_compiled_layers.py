@@ -120,9 +120,11 @@ def check_bits(stage: int, family: str, adapted: bool, checkpointing: bool) -> N
         assert backend.runs == runs > 0, "eval mode ran compiled code"
         # A mixture replays the experts of the rollout.
         assert torch.equal(*(engine.logps(batches[0], forward=forward)[0] for engine in (compiled, plain)))
-        assert backend.runs > runs
+        assert backend.runs > runs or forward == "exact", "exact runs the layers in its backward alone"
         graphs.append(backend.graphs)
-    assert graphs[len(forwards) - 1] == graphs[-1], f"layers were compiled again: {graphs}"
+    again = graphs[-1] - graphs[len(forwards) - 1]
+    # An expert that gets one token alone has a graph of its own.
+    assert again <= (1 if family == "mixtral" else 0), f"layers were compiled again: {graphs}"
     pairs = zip(compiled.module.parameters(), plain.module.parameters(), strict=True)
     assert all(torch.equal(*(getattr(each, "ds_tensor", each) for each in pair)) for pair in pairs)
     layer = compiled._builder.info.text_layers[0]

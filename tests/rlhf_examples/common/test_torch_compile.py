@@ -1,11 +1,14 @@
 """`--torch_compile`: the engines of `rlhf_examples` have compiled layers. What these compute: tests/training."""
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from hybrid.training.compiled_layers import declared_layers
 from rlhf_examples.common.arguments import SFTArguments
-from rlhf_examples.common.engines import Training, layer_classes, make_engine
+from rlhf_examples.common.engines import Training, make_engine
 from rlhf_examples.common.forwards import token_values
 from rlhf_examples.common.models import LoRA, ValueModel
 from rlhf_examples.common.parsing import arguments_of
@@ -24,7 +27,9 @@ def check_engines(stage: int) -> None:
         compiled = engine_of(tiny_model("llama"), stage, torch_compile=True)
         assert all(type(layer.forward).__name__ == "CompiledForward" for layer in compiled.module.model.layers)
         weights = [trained_by_engine(each) for each in (compiled, engine_of(tiny_model("llama"), stage))]
-        assert all(torch.equal(*pair) for pair in zip(*(each.values() for each in weights), strict=True))
+        # ZeRO-3 reduces the gradients of whole layers together, in another order.
+        close = torch.equal if stage < 3 else partial(torch.allclose, rtol=0, atol=1e-4)
+        assert all(close(*pair) for pair in zip(*(each.values() for each in weights), strict=True))
         config = tiny_model("llama").config
         config.num_labels = 1
         classifier = AutoModelForSequenceClassification.from_config(config)
@@ -39,5 +44,6 @@ def test_engines_have_compiled_layers(ranks, stage):
     ranks.run(check_engines, stage)
 
 
-def test_classes_of_layers():
-    assert layer_classes(with_peft(tiny_model("llama"))) == ["LlamaDecoderLayer"]
+def test_layers_are_those_that_transformers_declares():
+    layers = declared_layers(with_peft(tiny_model("llama")))
+    assert [type(layer).__name__ for layer in layers] == ["LlamaDecoderLayer"] * len(layers) and layers
