@@ -88,6 +88,7 @@ class RouterForward:
         self.router, self.choose = router, choose
         self.original = router.forward.original if isinstance(router.forward, RouterForward) else router.forward
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch 2.13 does not annotate it
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         experts = num_experts(self.router)
         with TopKOverride(experts, self.choose) as replaced:

@@ -49,6 +49,7 @@ from hybrid.runtime.parallel import (
 from hybrid.runtime.profiling import Profiler
 from hybrid.serving.server import Server
 from hybrid.training.builder import Builder
+from hybrid.training.compiled_layers import CompiledLayers, declared_layers
 from hybrid.training.deepspeed_api import DeepSpeedMethods
 from hybrid.training.inference_runtime import InferenceRuntime
 from hybrid.training.invalid_settings import invalid_attention, invalid_for_model, invalid_invariance, invalid_sharing
@@ -164,7 +165,9 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
             ranks=sharing,
         )
         self._value_forwards = ValueForwards(self, self.module, self._forwards.any_rank, tree.listed, sharing)
-        self._patches = [GeneratePatch(self._policy, self.generate)] if self._builder.info.can_generate else []
+        self._patches: list[GeneratePatch | CompiledLayers] = []
+        if self._builder.info.can_generate:
+            self._patches.append(GeneratePatch(self._policy, self.generate))
         if isinstance(head := getattr(self.module, "score", None), nn.Module):
             # A sequence classifier's head: TRL's PPO trainer reads it through DeepSpeed's engine.
             self.__dict__["score"] = head
@@ -372,11 +375,11 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
     def _destroy(self) -> None:
         if "_runtime" in self.__dict__:  # DeepSpeed also calls this if the engine's constructor failed
             self._runtime.window.require_closed("destroy()")
-            for patch in self.__dict__.get("_patches", ()):
-                patch.close()
             self._changes.close()
             self._waits.close()
             self._runtime.uninstall()
+            for patch in self.__dict__.get("_patches", ()):
+                patch.close()
             self._generator.release_kv()
             self._runtime.release_weights()
             drop_global_references(self.module)
@@ -401,6 +404,49 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         self._sleep.require_awake(call, level=2)
 
     # ------------------------------------------------------------- training
+
+    @with_call_lock
+    def compile(
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: dict[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile the transformer layers for train mode, one by one, with DeepSpeed's arguments of `compile`.
+
+        Attention of packed rows, what lies around the layers, and eval mode run as they are: a rollout's bits do not
+        change. Losses change by rounding. `transformers` and TRL call this with `torch_compile=True`. Under ZeRO-3
+        layers must be leaf modules. Does nothing if layers are compiled already.
+
+        Args:
+            backend: of `torch.compile`.
+            compile_kwargs: its other arguments. "dynamic" is true unless given: rows have other lengths each time.
+            schedule: of DeepCompile, which is not available.
+            compiled_autograd_enabled: not available: `logps` runs a backward inside a backward.
+
+        Raises:
+            RuntimeError: in eval mode and inside `inference()`.
+            NotImplementedError: for DeepCompile and compiled autograd, and for layers that cannot be compiled.
+        """
+        if self._in_eval or self._runtime.window.is_open:
+            raise RuntimeError("compile() in eval mode, whose forwards are not compiled; call engine.train() first")
+        if schedule is not None or self.is_deepcompile_enabled():
+            raise NotImplementedError(
+                "compile: DeepCompile takes DeepSpeed's hooks off the modules, which inference switches; leave out "
+                "schedule and compile.deepcompile"
+            )
+        if compiled_autograd_enabled:
+            raise NotImplementedError("compile: compiled_autograd_enabled=True given; logps needs False")
+        if self.is_compiled:
+            return
+        given = {**(compile_kwargs or {}), "backend": backend}
+        if given.get("dynamic") is None:
+            given["dynamic"] = True
+        partitioned = self.zero_optimization_stage() == 3
+        layers = self._builder.info.text_layers or declared_layers(self.module)
+        self._patches.append(CompiledLayers(layers, partitioned, given))
+        self._is_compiled, self._compile_kwargs = True, given
 
     @with_call_lock
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

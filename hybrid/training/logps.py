@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from deepspeed.utils.z3_leaf_module import z3_leaf_parameter
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
@@ -19,7 +20,7 @@ from hybrid.generation.routing import NOT_ROUTED, replay_routing
 from hybrid.generation.scoring import LayerInputScores, padded_forward
 from hybrid.sampling.sampler import masked_logits
 from hybrid.training.exact import head_without_forward, layers_at_inputs
-from hybrid.training.packed_attention import PackedAttention, attention_replaced
+from hybrid.training.packed_attention import PackedAttention
 from hybrid.training.packed_forwards import (
     ROWS_WITH_INPUTS,
     PackedForwards,
@@ -201,7 +202,7 @@ class TrainingForwards(PackedForwards):
 
         @contextmanager
         def as_packed() -> Iterator[None]:
-            with attention_replaced(self.configs, attention), self._replayed(experts):
+            with self.attention.over(self.configs, attention), self._replayed(experts):
                 yield
 
         sampling_mask = targets.masks()
@@ -218,7 +219,7 @@ class TrainingForwards(PackedForwards):
         if reason := self.packed_reason():
             raise NotImplementedError(f"last_hidden_states: not available: {reason}; use score(..., top_logprobs=k)")
         targets = PackedTargets(rows, self.min_shared)
-        with attention_replaced(self.configs, PackedAttention(targets.packed)):
+        with self.attention.over(self.configs, PackedAttention(targets.packed)):
             (hidden,) = self._scores(targets, lambda hidden, *_: (hidden,))
         return targets.in_rows(hidden)[:, -rows.width :]
 
@@ -226,6 +227,12 @@ class TrainingForwards(PackedForwards):
         """Yield logprobs and entropies, [rows, columns], by the decoder's kernels; their gradients are those of the
         model's modules at the layer inputs that the kernels had."""
         assert self.score_with_layer_inputs is not None, "an engine has it"
+        if any(z3_leaf_parameter(parameter) for layer in self.layers[:1] for parameter in layer.parameters()):
+            # Their gradients are reduced by a backward hook of the layer (deepspeed 0.19.8), which runs twice here.
+            raise NotImplementedError(
+                "logps: forward='exact' is not available with layers that are leaf modules of ZeRO-3; give 'packed', "
+                "or use stage 0, 1 or 2"
+            )
         with torch.no_grad():
             kept = self.score_with_layer_inputs(rows.sequences, rows.attention_mask, temperature, rows.sampling_mask)
         scores = kept.scores.per_token_logps, kept.scores.entropies
@@ -245,7 +252,7 @@ class TrainingForwards(PackedForwards):
         @contextmanager
         def as_sampled() -> Iterator[None]:
             with (
-                attention_replaced(self.configs, attention),
+                self.attention.over(self.configs, attention),
                 layers_at_inputs(self.layers, layer_input, self.returns_tuple),
                 self._replayed(experts),
             ):

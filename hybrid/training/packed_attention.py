@@ -238,20 +238,39 @@ def attention_configs(modules: Iterable[nn.Module]) -> list[PretrainedConfig]:
     return [config for config in configs.values() if hasattr(config, "_attn_implementation_internal")]
 
 
-@contextmanager
-def attention_replaced(configs: Sequence[PretrainedConfig], attention: PackedAttention) -> Iterator[None]:
-    """Inside the block attention modules with these configurations call `attention`; afterwards their own function.
+class AttentionReplacement:
+    """The attention function that attention modules call while rows are packed.
 
-    An implementation without a mask function of its own: models make no mask for it (transformers 5.23).
+    It is one object with one name, over the packing of the forward that runs: layers are compiled for a name and a
+    function, and would be compiled again for others. They call it uncompiled.
     """
-    name = f"hybrid_packed_{id(attention)}"
-    before = [config._attn_implementation_internal for config in configs]
-    AttentionInterface.register(name, attention)  # the mapping of all instances: some models have one of their own
-    try:
-        for config in configs:
-            config._attn_implementation_internal = name
-        yield
-    finally:
-        for config, implementation in zip(configs, before, strict=True):
-            config._attn_implementation_internal = implementation
-        del AttentionInterface._global_mapping[name]
+
+    def __init__(self) -> None:
+        self.name = f"hybrid_packed_{id(self)}"
+        self.attention: PackedAttention | None = None  # of the forward that runs
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch 2.13 does not annotate it
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        """Return what `PackedAttention` does."""
+        assert self.attention is not None, "modules call it inside `over`"
+        return self.attention(*args, **kwargs)
+
+    @contextmanager
+    def over(self, configs: Sequence[PretrainedConfig], attention: PackedAttention) -> Iterator[None]:
+        """Inside the block attention modules with these configurations call `attention`; afterwards their own function.
+
+        An implementation without a mask function of its own: models make no mask for it (transformers 5.23).
+        """
+        before, outer = [config._attn_implementation_internal for config in configs], self.attention
+        AttentionInterface.register(self.name, self)  # the mapping of all instances: some models have one of their own
+        self.attention = attention
+        try:
+            for config in configs:
+                config._attn_implementation_internal = self.name
+            yield
+        finally:
+            self.attention = outer
+            for config, implementation in zip(configs, before, strict=True):
+                config._attn_implementation_internal = implementation
+            if outer is None:  # else a forward inside a loss of another one's logits
+                del AttentionInterface._global_mapping[self.name]

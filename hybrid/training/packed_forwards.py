@@ -23,7 +23,7 @@ from hybrid.models.placeholders import Placeholders
 from hybrid.rollout import RolloutBatch, check_prompts
 from hybrid.runtime.inputs import as_ids, as_mask
 from hybrid.sampling.sampler import NOT_TRUNCATED
-from hybrid.training.packed_attention import attention_configs
+from hybrid.training.packed_attention import AttentionReplacement, attention_configs
 from hybrid.training.packing import MIN_SHARED, pack_rows
 from hybrid.training.sequence_parallel import SequenceParallel
 
@@ -137,6 +137,7 @@ class PackedForwards(ABC):
         self.modules = modules or (lambda: list(module.modules()))
         self.listed: list[nn.Module] | None = None
         self.configs: list[PretrainedConfig] = []
+        self.attention = AttentionReplacement()
         self.with_dropout: list[nn.Module] = []
         self.min_shared = MIN_SHARED
         self.warned = False

@@ -14,7 +14,7 @@ from torch import nn
 
 from hybrid.generation.scoring import padded_forward
 from hybrid.models.modules import hugging_face_model
-from hybrid.training.packed_attention import PackedAttention, attention_replaced
+from hybrid.training.packed_attention import PackedAttention
 from hybrid.training.packed_forwards import PackedForwards, PackedTargets, TargetTokens, graph_within
 from hybrid.training.sequence_parallel import SequenceParallel
 
@@ -90,7 +90,7 @@ class ValueForwards(PackedForwards):
             return (recorded[0][0, targets.sources],)
 
         attention = PackedAttention(targets.packed, reasons, ranks)
-        (values,) = graph_within(run, partial(attention_replaced, self.configs, attention))
+        (values,) = graph_within(run, partial(self.attention.over, self.configs, attention))
         return targets.in_rows(values)
 
     def model_output(self, rows: TargetTokens) -> torch.Tensor:

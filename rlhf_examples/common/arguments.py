@@ -142,6 +142,9 @@ class RunArguments(DataArguments):
         "forward that training learns from: packed (no padding, shared prompts once), model (the model's own over "
         "padded rows), exact (the rollout's kernels: logprobs equal the sampler's)",
     )
+    torch_compile: bool = arg(
+        False, "compile the transformer layers for training; under ZeRO-3 each layer is then gathered as a whole"
+    )
     lora_alpha: int = arg(16, "LoRA alpha", LORA)
     lora_dropout: Share = arg(0.0, "LoRA dropout probability")
     load_in_4bit: bool = arg(False, "load the policy under a LoRA in 4 bits (QLoRA, by bitsandbytes)")
@@ -186,6 +189,12 @@ class RunArguments(DataArguments):
         stages = {name: stage for name, stage in vars(self).items() if name.endswith("zero_stage")}
         yield from refused_optimizers(self, stages)
         yield from refused_bits(self)
+        for name in [name for name, stage in stages.items() if stage == 3]:
+            yield (
+                self.torch_compile and self.training_forward == "exact",
+                f"torch_compile: true given with training_forward: 'exact' and {name}: 3, where each layer is gathered "
+                "as a whole; give packed, or ZeRO stage 0, 1 or 2",
+            )
         yield self.eval_fraction == 1, "eval_fraction: 1 given, which leaves no records to train on; it must be below 1"
         yield (
             self.lora_dropout and self.training_forward != "model",

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, ProcessorMixin, get_scheduler
 
 import hybrid
+from hybrid.training.compiled_layers import declared_layers
 from rlhf_examples.common.arguments import RolloutArguments, RunArguments, TrainArguments
 from rlhf_examples.common.ema import MovingAverage
 from rlhf_examples.common.input_errors import end_startup
@@ -115,18 +116,27 @@ class Training:
 def make_engine(model: nn.Module, args: RunArguments, training: Training, **blocks: Any) -> hybrid.HybridEngine:
     """An engine that trains what requires gradients.  blocks: configuration of `hybrid_engine`, `rollout`.
 
-    Raises ValueError if the optimizer has no kernel for this device.
+    Raises ValueError if the optimizer has no kernel for this device, and NotImplementedError if `torch_compile` cannot
+    compile the layers.
     """
     require_device(training.optimizer, args.offload and training.zero_stage > 0, device())
     end_startup()
     training.warn_about_schedule()
-    return hybrid.initialize(
+    config = {**training.config(args), **blocks}
+    if args.torch_compile and training.zero_stage == 3:
+        config["zero_optimization"]["leaf_module"] = {
+            "classes": sorted({type(layer).__name__ for layer in declared_layers(model)})
+        }
+    engine = hybrid.initialize(
         model=model,
         optimizer=client_optimizer(training.optimizer, training.learning_rate, training.weight_decay),
         model_parameters=parameter_groups(model, training.weight_decay, training.decay),
         lr_scheduler=training.schedule,
-        config={**training.config(args), **blocks},
+        config=config,
     )[0]
+    if args.torch_compile:
+        engine.compile()
+    return engine
 
 
 def make_policy_engine(model: nn.Module, args: RunArguments, training: Training, **blocks: Any) -> hybrid.HybridEngine:

@@ -163,6 +163,10 @@ def refused_bits(args: Any) -> Iterator[tuple[Any, str]]:
         args.load_in_8bit and getattr(args, stage, 0) == 3,
         f"{given} with {stage}: 3, which cannot free what bitsandbytes holds; give 0, 1 or 2, or load_in_4bit",
     )
+    yield (
+        loads and args.torch_compile,
+        f"{given} with torch_compile: true; the kernels of quantized layers are not compiled: leave one of the two out",
+    )
     for option, default in (("bnb_4bit_quant_type", "nf4"), ("use_bnb_nested_quant", False)):
         value = getattr(args, option)
         yield (

@@ -59,6 +59,7 @@ def test_a_run_with_a_quantized_policy_resumes(ranks, small, tmp_path):
         (SFTArguments, {"use_bnb_nested_quant": True}, "without load_in_4bit"),
         (GRPOArguments, {"load_in_8bit": True, "actor_lora_dim": 2, "actor_zero_stage": 3}, "0, 1 or 2, or load"),
         (RewardModelArguments, {"load_in_4bit": True, "lora_dim": 2}, "for a reward model"),
+        (SFTArguments, {"load_in_4bit": True, "lora_dim": 2, "torch_compile": True}, "with torch_compile: true"),
     ],
 )
 def test_contradicting_settings_are_refused(arguments, settings, message):

@@ -15,6 +15,7 @@ from hybrid.config import HybridEngineConfig, RolloutConfig
 from hybrid.decoders.fallback import no_decoder_reason
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.quantized import dequantized, keep_formats, mark_quantized, quantized_layers, scales_of
+from hybrid.training.compiled_layers import CompiledLayers
 from hybrid.training.offline_plan import Training, offline_plan
 from hybrid.weights.gather import gathered
 from tests.engines import engine_of, require_greedy_tokens, settings, storage_digest, train_step
@@ -326,3 +327,8 @@ def test_evaluating_does_not_pack_weights():
         model.eval()(ids)
     _, layer = next(quantized_layers(model))
     assert torch.equal(layer.weight.data, before) and not getattr(layer.quant_state, "packing_format_for_cpu", False)
+
+
+def test_quantized_layers_are_not_compiled():
+    with pytest.raises(NotImplementedError, match="layers in 4 or 8 bits given"):
+        CompiledLayers(list(qlora_model().get_base_model().model.layers), False, {})

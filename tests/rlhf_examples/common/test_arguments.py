@@ -95,6 +95,11 @@ def test_an_unknown_key_raises_with_the_nearest_key(tmp_path):
     [
         (SFTArguments, {"dtype": "float8"}, "dtype: 'float8' given; allowed: float32, bfloat16"),
         (SFTArguments, {"zero_stage": 4}, "zero_stage: 4 given; allowed: 0, 1, 2, 3"),
+        (
+            SFTArguments,
+            {"torch_compile": True, "training_forward": "exact"},
+            "torch_compile: true given with training_forward: 'exact' and zero_stage: 3",
+        ),
         (SFTArguments, {"keep_last": 0}, "keep_last: 0 given; it must be at least 1"),
         (SFTArguments, {"eval_fraction": 2.0}, "eval_fraction: 2.0 given; it must be at most 1"),
         (
