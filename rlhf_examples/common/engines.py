@@ -11,10 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, ProcessorMixin, get_scheduler
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    get_scheduler,
+)
 
 import hybrid
-from hybrid.training.compiled_layers import declared_layers
 from rlhf_examples.common.arguments import RolloutArguments, RunArguments, TrainArguments
 from rlhf_examples.common.ema import MovingAverage
 from rlhf_examples.common.input_errors import end_startup
@@ -124,9 +129,7 @@ def make_engine(model: nn.Module, args: RunArguments, training: Training, **bloc
     training.warn_about_schedule()
     config = {**training.config(args), **blocks}
     if args.torch_compile and training.zero_stage == 3:
-        config["zero_optimization"]["leaf_module"] = {
-            "classes": sorted({type(layer).__name__ for layer in declared_layers(model)})
-        }
+        config["zero_optimization"]["leaf_module"] = {"classes": layer_classes(model)}
     engine = hybrid.initialize(
         model=model,
         optimizer=client_optimizer(training.optimizer, training.learning_rate, training.weight_decay),
@@ -137,6 +140,12 @@ def make_engine(model: nn.Module, args: RunArguments, training: Training, **bloc
     if args.torch_compile:
         engine.compile()
     return engine
+
+
+def layer_classes(model: nn.Module) -> list[str]:
+    """The names of the classes of a model's transformer layers, as transformers declares them."""
+    declared = (module._no_split_modules or () for module in model.modules() if isinstance(module, PreTrainedModel))
+    return sorted({name for names in declared for name in names})
 
 
 def make_policy_engine(model: nn.Module, args: RunArguments, training: Training, **blocks: Any) -> hybrid.HybridEngine:
