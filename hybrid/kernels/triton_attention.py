@@ -380,10 +380,11 @@ def decode_tiling(dtype: torch.dtype, group: int, head_dim: int, arch: int) -> T
     float32 does not use tensor cores (TF32 is less precise), and its products need more registers.
     """
     rows = max(16, triton.next_power_of_2(group))  # tl.dot's minimum
+    small, latents = shared_kib(arch) <= 99, head_dim > 256
     if dtype.itemsize == 4:
-        return Tiling(rows, 16, 8, 3)
-    if head_dim > 256:  # of latents
-        return Tiling(rows, 32, 8, 3) if shared_kib(arch) > 99 else Tiling(rows, 16, 8, 2)
+        return Tiling(rows, 16, 8, 2 if small and latents else 3)
+    if latents:
+        return Tiling(rows, 16, 8, 2) if small else Tiling(rows, 32, 8, 3)
     tokens = 128 if head_dim <= 64 else 64 if head_dim <= 128 else 32
     return Tiling(rows, tokens, 4 if rows <= 32 else 8, 4 if shared_kib(arch) > 163 else 3)
 
