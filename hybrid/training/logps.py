@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from deepspeed.utils.z3_leaf_module import z3_leaf_parameter
+from deepspeed.utils.z3_leaf_module import z3_leaf_module
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
@@ -227,7 +227,7 @@ class TrainingForwards(PackedForwards):
         """Yield logprobs and entropies, [rows, columns], by the decoder's kernels; their gradients are those of the
         model's modules at the layer inputs that the kernels had."""
         assert self.score_with_layer_inputs is not None, "an engine has it"
-        if any(z3_leaf_parameter(parameter) for layer in self.layers[:1] for parameter in layer.parameters()):
+        if any(map(z3_leaf_module, self.layers)):
             # Their gradients are reduced by a backward hook of the layer (deepspeed 0.19.8), which runs twice here.
             raise NotImplementedError(
                 "logps: forward='exact' is not available with layers that are leaf modules of ZeRO-3; give 'packed', "

@@ -65,7 +65,7 @@ def completions_of(decoder, made: Request, max_num_seqs: int = 3, steps: int | N
     """Decoded with rows that wait for others to end, and with a KV cache that grows."""
     pool = BlockPool(BLOCK_SIZE)
     pool.begin_call(decoder.kv)
-    pool.reserve_call = lambda num_blocks: None
+    pool.reserve_call = lambda *_: None
     return Scheduler(made, decoder, pool, max_num_seqs, lambda name: contextlib.nullcontext(), steps).run()
 
 
