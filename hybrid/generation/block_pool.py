@@ -118,9 +118,9 @@ class BlockPool:
         Storage that is too small grows: to all blocks, or to as many as `limit_bytes` and free memory allow. If the
         call needs more, `allocate` grows it again. Old and new are held together for one layer's keys or values.
 
-        forward_bytes: that the call's forwards take of free memory.
-        needed: blocks with which the call can do: it waits for them where free memory does not allow more, and `limit`
-            says so. 0: it needs all of them.
+        forward_bytes: free memory that the call's forward passes need.
+        needed: blocks of the longest row. If free memory does not hold `num_blocks`, `limit` is lowered to what it
+            holds, but not below this, and rows wait. 0: nothing is lowered.
         """
         assert not self.num_used, "blocks are in use before they are reserved"
         if self.shares_prefixes:
@@ -153,6 +153,16 @@ class BlockPool:
         self.peak_bytes = max(self.peak_bytes, self.nbytes() + held)
         self.free_blocks = list(range(capacity - 1, max(old, 1) - 1, -1)) + self.free_blocks
         self.ref_counts += [0] * (capacity - old)
+
+    def agree_on_call(self, gather: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
+        """Take the smallest limit of the call that a rank has, so that all ranks of a batch admit the same rows.
+
+        gather: all-gathers an int64 tensor [1] on `device` of each rank, [ranks, 1].
+        """
+        unlimited = torch.iinfo(torch.int64).max
+        own = unlimited if self.call_limit is None else self.call_limit
+        least = int(gather(torch.tensor([own], device=device)).min())
+        self.call_limit = None if least == unlimited else least
 
     def _rounded(self, capacity: int) -> int:
         """`capacity` rounded up to whole steps, within the limit."""

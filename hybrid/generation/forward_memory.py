@@ -1,4 +1,4 @@
-"""The memory that a call's forwards take beside the KV cache."""
+"""Estimated memory of a call's forward passes: logits, activations, CUDA graphs. The KV cache is not included."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class ForwardMemory:
 
 
 def forward_memory(decoder: AnyDecoder, rows: int, tokens: int) -> ForwardMemory:
-    """Return what a decoder's forwards take.
+    """Return the memory that a decoder's forward passes need.
 
     rows: decoded in one batch, those of other ranks included.  tokens: of each.
     """

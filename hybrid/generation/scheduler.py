@@ -255,6 +255,8 @@ class Scheduler:
         self.block_pool.reserve_states(num_seqs + 1)
         forwards = forward_memory(self.decoder, num_seqs, longest).total
         self.block_pool.reserve_call(num_blocks, forwards, blocks_for(longest))
+        if self.decoder.group is not None:
+            self.block_pool.agree_on_call(self.decoder.group.gather, self.decoder.device)
         self.decoder.reserve(longest)
 
     def max_blocks_in_use(self) -> int:

@@ -109,7 +109,7 @@ class Pinned(torch.Tensor):
 
 @pytest.mark.parametrize("with_states", [False, True])
 def test_all_chunks_of_a_prefill_are_uploaded_by_one_copy_that_the_host_does_not_wait_for(with_states, monkeypatch):
-    """On a fake device; the batches are those that a CPU decoder gets."""
+    """A fake device gets the same batches as a CPU decoder."""
     monkeypatch.setattr(Pinned, "copies", [])
     monkeypatch.setattr(batch, "pinned_bytes", lambda count: torch.zeros(count, dtype=torch.uint8).as_subclass(Pinned))
     pool, of_devices = BlockPool(BLOCK_SIZE), []

@@ -325,7 +325,7 @@ def test_the_kv_cache_limit_is_kept(max_num_seqs, num_scheduler_steps):
 
 
 def test_rows_wait_where_free_memory_is_short():
-    """Free memory, beside what the forwards take, holds 12 blocks; without the wait the storage would grow beyond."""
+    """Free memory holds 12 blocks and the forward passes; if rows did not wait, storage would grow beyond it."""
     request = request_of(MIXTURE)
     most, block_bytes = run_scheduler(request)[2].max_used, 2 * BLOCK_SIZE * 8
     forwards = forward_memory(PagedMock(), len(MIXTURE), request.longest).total

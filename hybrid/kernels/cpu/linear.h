@@ -392,13 +392,18 @@ static Rows in_own_tiles(const Rows& x, int64_t inputs) {
   return {x.data, x.stride, x.count, tiles.data(), stride};
 }
 
+// Rows of the next strip of W that each pass of this strip over `count` rows of x requests, 32 to 2: all passes together request
+// the strip, so that memory is never idle.
+static inline int64_t requested_in_a_pass(int64_t count) {
+  const int64_t passes = (count + 2 * TILE - 1) / (2 * TILE);
+  return std::bit_ceil(uint64_t(std::max<int64_t>(2 * TILE / passes, 2)));
+}
+
 // `columns` in AMX tiles, for rows of x that have them. Elements of a row after its last whole block are added one by one.
 template <typename V> static void tile_columns(const Rows& x, const Matrix<V>& w, const Output& y, int64_t first, int64_t last) {
   const int64_t blocks = w.inputs / TILE_DEPTH, tail = blocks * TILE_DEPTH;
   alignas(64) TileSums sums = {}, of_group = {};
-  // The next strip of W is requested during all passes of this one over x, so that memory is never idle: 32 rows, or 16, .. or 2
-  // in a pass.
-  const int64_t passes = (x.count + 2 * TILE - 1) / (2 * TILE), a_pass = std::bit_ceil(uint64_t(std::max<int64_t>(2 * TILE / passes, 2)));
+  const int64_t a_pass = requested_in_a_pass(x.count);
   tiles_begin();
   for (int64_t n = first; n < last; n += 2 * TILE) {
     const int64_t rows_of_w = std::min(2 * TILE, last - n);
@@ -433,8 +438,7 @@ struct GateAndUp {
 // Rows [first, last) of both W, a multiple of 32, over rows of x that have tiles. Calls body(row of x, first, gates, ups) for 32
 // sums each, as 2 vectors: they never leave the L1 cache, where `tile_columns` would write and `activate` read whole rows.
 template <typename Body> static void gated_tile_columns(const Rows& x, const GateAndUp& w, int64_t first, int64_t last, Body body) {
-  const int64_t blocks = w.inputs / TILE_DEPTH, passes = (x.count + 2 * TILE - 1) / (2 * TILE);
-  const int64_t a_pass = std::bit_ceil(uint64_t(std::max<int64_t>(2 * TILE / passes, 2)));  // as in `tile_columns`
+  const int64_t blocks = w.inputs / TILE_DEPTH, a_pass = requested_in_a_pass(x.count);
   alignas(64) TileSums gates = {}, ups = {};
   tiles_begin();
   for (int64_t n = first; n < last; n += 2 * TILE)
