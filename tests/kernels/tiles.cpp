@@ -1,5 +1,6 @@
 // AMX tiles, emulated: a line for each case of test_cpu_tiles.py, "name loads products"; exits with 1 and a message where a
 // row's bits depend on what is computed with it.
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <random>
@@ -110,7 +111,25 @@ static void rows_of_x() {
   if (product(tiled) == alone) std::printf("tiles that are there were made again\n"), std::exit(1);
 }
 
+// Probabilities of a split against the C library's exponentials; tokens that are not seen have none.
+static void probabilities() {
+  constexpr float SCALE = 0.125f, MAX = 3.0f;
+  std::vector<float> row(SPLIT_TOKENS), scores;
+  for (int64_t t = 0; t < SPLIT_TOKENS; t++) row[t] = t % 7 == 3 ? -INFINITY : (MAX - float(t) * 0.18f) / SCALE;
+  scores = row;
+  const float total = to_probabilities<bf16>(row.data(), SPLIT_TOKENS, SCALE, MAX);
+  double expected_total = 0;
+  for (int64_t t = 0; t < SPLIT_TOKENS; t++) {
+    const double expected = std::exp(double(scores[t]) * SCALE - MAX);
+    const float actual = to_float(((const bf16*)row.data())[t]);
+    expected_total += expected;
+    if (expected < 1e-37 ? actual > 1e-37f : std::abs(actual / expected - 1) > 0.00392) std::printf("probability %ld: %g for %g\n", long(t), actual, expected), std::exit(1);
+  }
+  if (std::abs(total / expected_total - 1) > 5e-6) std::printf("the probabilities' sum is %g for %g\n", total, expected_total), std::exit(1);
+}
+
 int main() {
+  probabilities();
   queries_in_every_pattern();
   rows_of_x();
   Sequence sequence(64, SPLIT_TOKENS, 0, 0);

@@ -22,6 +22,7 @@ constexpr int BLOCK_SIZE = 32;
 constexpr int BLOCK_VECS = BLOCK_SIZE / LANES;
 constexpr int SPLIT_TOKENS = 512;
 constexpr int QUERIES = LANES == 16 ? 6 : 3;  // computed together, so that their sums fill the registers
+constexpr float LOG2_E = 1.44269504088896341f;
 constexpr int64_t SCORES_STRIDE = SPLIT_TOKENS + 16;  // of a query's row: with a power of 2, rows would share cache sets
 
 template <typename T> constexpr bool IN_PAIRS = PAIRS && std::is_same_v<std::remove_const_t<T>, bf16>;
@@ -190,6 +191,13 @@ static __attribute__((noinline)) void key_products(const AttentionShape& s, cons
     for (int j = 0; j < BLOCK_VECS; j++) store(products + n * SCORES_STRIDE + j * LANES, acc[n][j]);
 }
 
+// A query in pairs, the rest of its last tile 0.
+static inline void pairs_of_query(const float* q, int64_t dims, uint32_t* pairs) {
+  int64_t d = 0;
+  for (; d + 2 * LANES <= dims; d += 2 * LANES) *(VecUAny*)(pairs + d / 2) = pairs_in_order(load(q + d), load(q + d + LANES));
+  for (; d < 2 * AttentionWork::pairs_stride(dims); d += 2) pairs[d / 2] = pair_of(d < dims ? q[d] : 0.0f, d + 1 < dims ? q[d + 1] : 0.0f);
+}
+
 // Whether a query's products are its scores but for the scale, by which `to_probabilities` multiplies them.
 static inline bool scales_late(const AttentionShape& s, const Query& query) { return s.scale > 0 && !s.softcap && !query.slope; }
 
@@ -228,7 +236,11 @@ template <typename T> static float to_probabilities(float* row, int64_t count, f
   for (int64_t t = 0; t < count; t += BLOCK_SIZE) {
     Vec e[BLOCK_VECS];
     for (int j = 0; j < BLOCK_VECS; j++) {
-      e[j] = exp(unfused(load(row + t + j * LANES) * scale) - max_score);
+      const Vec score = load(row + t + j * LANES);
+      if constexpr (std::is_same_v<T, bf16>)
+        e[j] = exp2_for_bf16(score * (scale * LOG2_E) - max_score * LOG2_E);
+      else
+        e[j] = exp(unfused(score * scale) - max_score);
       total[j] += e[j];
       if (!IN_PAIRS<T>) store(row + t + j * LANES, rounded<T>(e[j]));
     }
@@ -428,8 +440,7 @@ static void attend(const AttentionShape& s, const Query* queries, int count, int
   const int64_t stride = AttentionWork::pairs_stride(s.key_dim);
   SplitSums all[HELD_QUERIES], sums[MOST_QUERIES];
   for (int n = 0; n < count; n++) {
-    for (int64_t d = 0; d < 2 * stride && IN_PAIRS<T>; d += 2)
-      work.pairs[n * stride + d / 2] = pair_of(d < s.key_dim ? queries[n].q[d] : 0.0f, d + 1 < s.key_dim ? queries[n].q[d + 1] : 0.0f);
+    if constexpr (IN_PAIRS<T>) pairs_of_query(queries[n].q, s.key_dim, work.pairs + n * stride);
     all[n].out = work.all + n * s.head_pad;
   }
   for (int n = 0; n < MOST_QUERIES; n++) sums[n].out = work.sums + n * s.head_pad;
