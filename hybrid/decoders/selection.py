@@ -1,8 +1,10 @@
 """Selects the decoder over whole weights that is fastest on their device and reads their dtype."""
 
+import functools
 from collections.abc import Sequence
 
 import torch
+from deepspeed.utils import logger
 from torch import nn
 
 from hybrid.decoders.cpu_decoder import CpuDecoder, Workspace, reads_int8
@@ -35,6 +37,16 @@ def int8_weights_of(model: nn.Module) -> Int8Weights:
     return [pair for module in model.modules() for pair in int8_weights(module)]
 
 
+@functools.cache  # once in a process
+def warn_of_int8_in_tiles() -> None:
+    """Log that int8 weights are slower than bfloat16 on this CPU."""
+    logger.warning(
+        "int8 weights save memory on this CPU, but they are slower: AMX multiplies bfloat16, to which they are widened "
+        "first. Measured: 0.80 to 0.93 of bfloat16's tokens a second. For speed use the model's dtype "
+        '(rollout.weight_dtype: "model", or dtype="bf16").'
+    )
+
+
 def whole_decoder(
     layout: DecoderLayout,
     weights: DecoderWeights,
@@ -53,6 +65,8 @@ def whole_decoder(
     embedding = weights.embedding()
     kernels, reads = kernels_for(embedding, int8), (layout, weights.tensor, embedding.dtype)
     if kernels == CPU_KERNELS:
+        if int8 and embedding.dtype == torch.bfloat16 and cpu_library().multiplies_in_tiles():
+            warn_of_int8_in_tiles()
         return CpuDecoder(*reads, cpu_library(), weights.lora_deltas, copies, workspace)
     if kernels == TRITON:
         from hybrid.decoders.cuda_decoder import CudaDecoder, Int8CudaDecoder  # need triton, which a CPU install lacks

@@ -8,6 +8,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import hybrid
+from hybrid.decoders import selection
+from hybrid.kernels.cpu_library import cpu_library
 from hybrid.weights.int8 import (
     Int8Linear,
     dequantized,
@@ -135,6 +137,27 @@ def test_a_row_is_bit_identical_in_every_batch(groups, dtype):
     alone = engine(ids[:1]).logits
     for rows in (2, 3, 4, 11, 40):
         assert torch.equal(engine(ids[:rows]).logits[:1], alone), rows
+
+
+@pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler here")
+@pytest.mark.parametrize(
+    ("in_tiles", "dtype", "quantized_dtype", "said"),
+    [
+        (True, torch.bfloat16, "int8", 1),
+        (True, torch.float32, "int8", 0),
+        (True, torch.bfloat16, "bf16", 0),
+        (False, torch.bfloat16, "int8", 0),
+    ],
+)
+def test_int8_that_tiles_make_slower_is_said_once(in_tiles, dtype, quantized_dtype, said, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(selection.logger, "warning", warnings.append)
+    monkeypatch.setattr(cpu_library(), "multiplies_in_tiles", lambda: in_tiles)
+    selection.warn_of_int8_in_tiles.cache_clear()
+    for _ in range(2):
+        engine = hybrid.init_inference(tiny_model("llama", dtype=dtype), dtype=quantized_dtype, kernel_inject=True)
+        engine(IDS, attention_mask=MASK)
+    assert sum("AMX" in warning for warning in warnings) == said
 
 
 def test_activations_keep_the_models_dtype():
