@@ -1,10 +1,9 @@
 """Selects the decoder over whole weights that is fastest on their device and reads their dtype."""
 
-import functools
 from collections.abc import Sequence
 
 import torch
-from deepspeed.utils import logger
+from deepspeed.utils.logging import warning_once
 from torch import nn
 
 from hybrid.decoders.cpu_decoder import CpuDecoder, Workspace, reads_int8
@@ -17,6 +16,11 @@ from hybrid.models.spec import DecoderLayout
 from hybrid.weights.int8 import int8_weights
 
 CPU_KERNELS, TRITON, TORCH = "CPU kernels", "Triton", "torch's operations"
+SLOW_INT8 = (
+    "int8 weights save memory on this CPU, but they are slower: AMX multiplies bfloat16, to which they are converted "
+    "first. Measured: 0.80 to 0.93 of bfloat16's tokens a second. For speed use the model's dtype "
+    '(rollout.weight_dtype: "model", or dtype="bf16").'
+)
 Int8Weights = Sequence[tuple[torch.Tensor, torch.Tensor]]  # weights, each with its scales
 
 
@@ -35,16 +39,6 @@ def kernels_for(weight: torch.Tensor, int8: Int8Weights = ()) -> str:
 def int8_weights_of(model: nn.Module) -> Int8Weights:
     """Return the model's int8 weights, each with its scales."""
     return [pair for module in model.modules() for pair in int8_weights(module)]
-
-
-@functools.cache  # once in a process
-def warn_of_int8_in_tiles() -> None:
-    """Log that int8 weights are slower than bfloat16 on this CPU."""
-    logger.warning(
-        "int8 weights save memory on this CPU, but they are slower: AMX multiplies bfloat16, to which they are widened "
-        "first. Measured: 0.80 to 0.93 of bfloat16's tokens a second. For speed use the model's dtype "
-        '(rollout.weight_dtype: "model", or dtype="bf16").'
-    )
 
 
 def whole_decoder(
@@ -66,7 +60,7 @@ def whole_decoder(
     kernels, reads = kernels_for(embedding, int8), (layout, weights.tensor, embedding.dtype)
     if kernels == CPU_KERNELS:
         if int8 and embedding.dtype == torch.bfloat16 and cpu_library().multiplies_in_tiles():
-            warn_of_int8_in_tiles()
+            warning_once(SLOW_INT8)
         return CpuDecoder(*reads, cpu_library(), weights.lora_deltas, copies, workspace)
     if kernels == TRITON:
         from hybrid.decoders.cuda_decoder import CudaDecoder, Int8CudaDecoder  # need triton, which a CPU install lacks

@@ -130,13 +130,16 @@ def test_the_kernels_equal_torchs_operations_over_the_same_slices(variant):
 
 @pytest.mark.parametrize("variant", slow_but(("llama", "bloom", "mixtral"), QUICK))
 def test_bfloat16_is_as_near_to_float32_as_whole_weights_are(variant):
-    """Sums over ranks are rounded once, from float32. The median of the tokens: rounding sends some of a mixture's to
-    another expert, where two are nearly as likely."""
+    """Sums over ranks are rounded once, from float32. Where a mixture's experts are nearly as likely, rounding sends a
+    token to another one. Both must do so with the same tokens but 2 of 94; the errors are of the others."""
     layout = layout_of(variant, torch.bfloat16)
     exact = logits_of(cpu_decoder(read_decoder(float32_of(variant))))
     whole = logits_of(cpu_decoder(layout))
     sliced = on_every_rank(host_groups(2), lambda group: logits_of(cpu_decoder(layout, group)))[0]
-    errors = [(logits - exact).square().mean(dim=-1).sqrt().median() for logits in (sliced, whole)]
+    of_tokens = [(logits - exact).square().mean(dim=-1).sqrt() for logits in (sliced, whole)]
+    rerouted = [(errors > 5 * errors.median()) & (layout.spec.num_experts > 0) for errors in of_tokens]
+    assert (rerouted[0] ^ rerouted[1]).sum() <= 2
+    errors = [errors[~(rerouted[0] | rerouted[1])].square().mean().sqrt() for errors in of_tokens]
     assert 0 < errors[0] < 1.2 * errors[1], errors
 
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from deepspeed.utils.logging import logger, warning_once
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -151,13 +152,13 @@ def test_a_row_is_bit_identical_in_every_batch(groups, dtype):
 )
 def test_int8_that_tiles_make_slower_is_said_once(in_tiles, dtype, quantized_dtype, said, monkeypatch):
     warnings = []
-    monkeypatch.setattr(selection.logger, "warning", warnings.append)
+    monkeypatch.setattr(logger, "warning", warnings.append)
     monkeypatch.setattr(cpu_library(), "multiplies_in_tiles", lambda: in_tiles)
-    selection.warn_of_int8_in_tiles.cache_clear()
+    warning_once.cache_clear()
     for _ in range(2):
         engine = hybrid.init_inference(tiny_model("llama", dtype=dtype), dtype=quantized_dtype, kernel_inject=True)
         engine(IDS, attention_mask=MASK)
-    assert sum("AMX" in warning for warning in warnings) == said
+    assert warnings.count(selection.SLOW_INT8) == said
 
 
 def test_activations_keep_the_models_dtype():

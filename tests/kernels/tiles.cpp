@@ -1,5 +1,5 @@
-// AMX tiles, emulated: a line for each case of test_cpu_tiles.py, "name loads products"; exits with 1 and a message where a
-// row's bits depend on what is computed with it.
+// AMX tiles, emulated: a line for each case of test_cpu_bfloat16.py, "name loads products"; exits with 1 and a message where a
+// row's bits depend on what is computed with it, or a probability is not the exponential.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>

@@ -64,11 +64,7 @@ struct Natural {  // float32 models
 #if PAIRS
 struct Pairs {
   static void arrange(float* row, int64_t size) {
-    for (int64_t k = 0; k + 2 * LANES <= size; k += 2 * LANES) {
-      uint32_t pairs[LANES];
-      for (int i = 0; i < LANES; i++) pairs[i] = pair_of(row[k + 2 * i], row[k + 2 * i + 1]);
-      std::memcpy(row + k, pairs, sizeof pairs);
-    }
+    for (int64_t k = 0; k + 2 * LANES <= size; k += 2 * LANES) store(row + k, (Vec)pairs_in_order(load(row + k), load(row + k + LANES)));
   }
   static Vec multiply_add(Vec sum, Vec x, Vec w) { return dot_pairs(sum, (VecU)x, (VecU)w); }
 };

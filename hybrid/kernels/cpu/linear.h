@@ -232,9 +232,9 @@ struct Tile {
   Vec4 row(int m) const { return *(const Vec4Any*)at[m]; }
 };
 
-// Dot products of M rows of x and N rows of W.  out.at[m][n].  requests: of the next N rows of W, for the caches.
+// Dot products of M rows of x and N rows of W.  out.at[m][n].  prefetch_next: prefetch the next N rows of W.
 template <int M, int N, typename V>
-static inline __attribute__((always_inline)) void dots(const float* x, int64_t x_stride, const V* w, int64_t w_stride, int64_t inputs, Tile& out, bool requests) {
+static inline __attribute__((always_inline)) void dots(const float* x, int64_t x_stride, const V* w, int64_t w_stride, int64_t inputs, Tile& out, bool prefetch_next) {
   using R = Reader<V>;
   Vec acc[4][ROWS] = {};
   int64_t k = 0;
@@ -242,7 +242,7 @@ static inline __attribute__((always_inline)) void dots(const float* x, int64_t x
 #pragma GCC unroll 2
     for (int i = 0; i < R::VECTORS; i++) {
       Vec column[N];
-      if (LANES == 16 && i == 0 && !is_widened<V> && requests)  // a cache line a block: the same inputs of the next rows of W
+      if (LANES == 16 && i == 0 && !is_widened<V> && prefetch_next)  // a cache line a block: the same inputs of the next rows of W
         for (int n = 0; n < N; n++) __builtin_prefetch(w + (N + n) * w_stride + k, 0, 2);
       for (int n = 0; n < N; n++) column[n] = held(R::read(w + n * w_stride + k, i));
       for (int m = 0; m < M; m++) {
@@ -266,12 +266,12 @@ static inline __attribute__((always_inline)) void dots(const float* x, int64_t x
 
 // The same; with scales, the sum over groups of each group's dot product times its scale.
 template <int M, int N, typename V>
-static inline __attribute__((always_inline)) void tile(const float* x, int64_t x_stride, const Matrix<V>& w, Tile& out, bool requests) {
-  if (!w.scale) return dots<M, N>(x, x_stride, w.weight, w.inputs, w.inputs, out, requests);
+static inline __attribute__((always_inline)) void tile(const float* x, int64_t x_stride, const Matrix<V>& w, Tile& out, bool prefetch_next) {
+  if (!w.scale) return dots<M, N>(x, x_stride, w.weight, w.inputs, w.inputs, out, prefetch_next);
   const int64_t each = w.inputs / w.groups;
   for (int64_t g = 0; g < w.groups; g++) {
     Tile group;
-    dots<M, N>(x + g * each, x_stride, w.weight + g * each, w.inputs, each, group, requests);
+    dots<M, N>(x + g * each, x_stride, w.weight + g * each, w.inputs, each, group, prefetch_next);
     Vec4 scale = {};
     for (int n = 0; n < N; n++) scale[n] = w.scale[n * w.groups + g] * (1 / INT8_UNIT<typename Reader<V>::Model>);
     for (int m = 0; m < M; m++) {
@@ -281,11 +281,11 @@ static inline __attribute__((always_inline)) void tile(const float* x, int64_t x
   }
 }
 
-// N columns of M rows of y, from row `m` on.
-template <int M, int N, typename V> static inline __attribute__((always_inline)) void tile_of(const Rows& x, const Matrix<V>& w, const Output& y, int64_t m, bool requests) {
+// N columns of M rows of y, from row `m` on.  prefetch_next: as in `strip`.
+template <int M, int N, typename V> static inline __attribute__((always_inline)) void tile_of(const Rows& x, const Matrix<V>& w, const Output& y, int64_t m, bool prefetch_next) {
   using T = typename Reader<V>::Model;
   Tile sums;
-  tile<M, N>(x.row(m), x.stride, w, sums, requests);
+  tile<M, N>(x.row(m), x.stride, w, sums, prefetch_next && m == 0);
   for (int i = 0; i < M; i++) {
     if constexpr (N == 4)
       y.write<T>(m + i, 0, w.bias ? Vec4(sums.row(i) + *(const Vec4Any*)w.bias) : Vec4(sums.row(i)));
@@ -294,16 +294,16 @@ template <int M, int N, typename V> static inline __attribute__((always_inline))
   }
 }
 
-// N columns of y.  requests: by the first tile; the next rows of W are in the caches after it.
-template <int N, typename V> static __attribute__((noinline)) void strip(const Rows& x, const Matrix<V>& w, const Output& y, bool requests) {
+// N columns of y.  prefetch_next: the first tile prefetches the next N rows of W.
+template <int N, typename V> static __attribute__((noinline)) void strip(const Rows& x, const Matrix<V>& w, const Output& y, bool prefetch_next) {
   int64_t m = 0;
-  for (; m + ROWS <= x.count; m += ROWS) tile_of<ROWS, N>(x, w, y, m, requests && m == 0);
+  for (; m + ROWS <= x.count; m += ROWS) tile_of<ROWS, N>(x, w, y, m, prefetch_next);
   switch (x.count - m) {
-    case 5: return tile_of<std::min(ROWS, 5), N>(x, w, y, m, requests && m == 0);
-    case 4: return tile_of<4, N>(x, w, y, m, requests && m == 0);
-    case 3: return tile_of<3, N>(x, w, y, m, requests && m == 0);
-    case 2: return tile_of<2, N>(x, w, y, m, requests && m == 0);
-    case 1: return tile_of<1, N>(x, w, y, m, requests && m == 0);
+    case 5: return tile_of<std::min(ROWS, 5), N>(x, w, y, m, prefetch_next);
+    case 4: return tile_of<4, N>(x, w, y, m, prefetch_next);
+    case 3: return tile_of<3, N>(x, w, y, m, prefetch_next);
+    case 2: return tile_of<2, N>(x, w, y, m, prefetch_next);
+    case 1: return tile_of<1, N>(x, w, y, m, prefetch_next);
   }
 }
 
@@ -314,15 +314,15 @@ template <int N, typename V> static __attribute__((noinline)) int64_t one_row(co
   return n;
 }
 
-// Columns [0, count) of y.  requests: as in `strip`.  next: as many rows of W of `next_bytes` each, which are needed next; or null.
-template <typename V> static void strips(const Rows& x, const Matrix<V>& w, const Output& y, int64_t count, bool requests, const void* next = nullptr, int64_t next_bytes = 0) {
+// Columns [0, count) of y.  prefetch_next: as in `strip`.  next: as many rows of W of `next_bytes` each, which are needed next; or null.
+template <typename V> static void strips(const Rows& x, const Matrix<V>& w, const Output& y, int64_t count, bool prefetch_next, const void* next = nullptr, int64_t next_bytes = 0) {
   constexpr int C = COLUMNS<V>;
   int64_t n = x.count == 1 ? one_row<COLUMNS_OF_ONE_ROW>(x, w, y, count) : 0;
   for (; n + C <= count; n += C) {
     for (int64_t byte = n * next_bytes; next && byte < (n + C) * next_bytes; byte += CACHE_LINE) __builtin_prefetch((const char*)next + byte, 0, 2);
-    strip<C>(x, w.from(n), y.at(0, n), requests);
+    strip<C>(x, w.from(n), y.at(0, n), prefetch_next);
   }
-  for (; n < count; n++) strip<1>(x, w.from(n), y.at(0, n), requests);
+  for (; n < count; n++) strip<1>(x, w.from(n), y.at(0, n), prefetch_next);
 }
 
 // `count` rows of W, converted, in the order of x, so that sums are bit-identical to those over W itself.
