@@ -11,6 +11,7 @@ from hybrid.runtime.huge_pages import request_huge_pages
 
 BLOCK_SIZE = 32  # tokens in a block of the KV cache
 PREFILL_TOKENS = 2048  # prompt tokens in one forward; bounds the memory of activations
+NO_ADAPTER = -1
 UPLOAD_ALIGNMENT = 16  # bytes: Triton compiles a kernel again for pointers that are not divisible by 16
 States = dict[int, tuple[torch.Tensor, ...]]  # as `PagedKV.states`
 
@@ -27,6 +28,8 @@ class PackedBatch:
         undefined.
     state_slots: int32 [sequences], where each sequence's recurrent state is; None: the model has none. A sequence whose
         first token is among these begins with a state of zero.
+    adapters: int32 [tokens], the number of each token's adapter among `WholeDecoder.mixed_adapters`, NO_ADAPTER for
+        none; None: the active adapters are of all tokens.
     """
 
     ids: torch.Tensor
@@ -35,6 +38,7 @@ class PackedBatch:
     lengths: torch.Tensor
     block_tables: torch.Tensor
     state_slots: torch.Tensor | None = None
+    adapters: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -179,17 +183,22 @@ def packed(
     blocks: list[list[int]],
     device: torch.device,
     state_slots: list[int] | None = None,
+    adapters: list[int] | None = None,
 ) -> PackedBatch:
     """Return a batch of pieces of sequences on a device.
 
     pieces: int64 [n] each, on the host.  begins: position of each piece's first token in its sequence.
-    blocks, state_slots: of each sequence.
+    blocks, state_slots, adapters: of each sequence.
     """
-    return uploaded([packed_on_host(pieces, begins, blocks, state_slots)], device)[0]
+    return uploaded([packed_on_host(pieces, begins, blocks, state_slots, adapters)], device)[0]
 
 
 def packed_on_host(
-    pieces: list[torch.Tensor], begins: list[int], blocks: list[list[int]], state_slots: list[int] | None = None
+    pieces: list[torch.Tensor],
+    begins: list[int],
+    blocks: list[list[int]],
+    state_slots: list[int] | None = None,
+    adapters: list[int] | None = None,
 ) -> PackedBatch:
     """Return `packed` on the host."""
     sizes = torch.tensor([len(piece) for piece in pieces])
@@ -203,14 +212,15 @@ def packed_on_host(
         lengths=(begin + sizes).int(),
         block_tables=table_of(blocks),
         state_slots=None if state_slots is None else torch.tensor(state_slots, dtype=torch.int32),
+        adapters=None if adapters is None else torch.tensor(adapters, dtype=torch.int32).repeat_interleave(sizes),
     )
 
 
 def uploaded(batches: list[PackedBatch], device: torch.device) -> list[PackedBatch]:
     """Return batches of the host on a device, by one copy for all of them."""
-    fields = [[value for value in vars(batch).values() if value is not None] for batch in batches]
-    tensors = iter(on_device([tensor for of_batch in fields for tensor in of_batch], device))
-    return [PackedBatch(*(next(tensors) for _ in of_batch)) for of_batch in fields]
+    fields = [{name: value for name, value in vars(batch).items() if value is not None} for batch in batches]
+    tensors = iter(on_device([tensor for of_batch in fields for tensor in of_batch.values()], device))
+    return [PackedBatch(**{name: next(tensors) for name in of_batch}) for of_batch in fields]
 
 
 def is_packable(attention_mask: torch.Tensor) -> bool:

@@ -314,6 +314,7 @@ class CpuDecoder(WholeDecoder):
             cu_seqlens=address(batch.cu_seqlens, torch.int32),
             block_tables=address(batch.block_tables, torch.int32),
             state_slots=None if batch.state_slots is None else address(batch.state_slots, torch.int32),
+            adapters=None if batch.adapters is None else address(batch.adapters, torch.int32),
         )
 
     def _lend_activations(self, record: ctypes.Structure, activations: LayerActivations, tokens: int) -> None:
@@ -399,12 +400,9 @@ class CpuDecoder(WholeDecoder):
             record.weight[part], record.rows[part], record.inputs = self._keep(weight, dtype), *weight.shape
             record.bias[part] = self._vector(refs.get(f"{role}.bias"))
             record.parts = part + 1
-            for a, b, factor in self.lora_deltas(ref):
-                deltas.append(
-                    kernels.LoraDelta(
-                        self._factor(a, dtype), self._factor(b, dtype), len(a), first, len(b), lora_offset, factor
-                    )
-                )
+            for a, b, factor, adapter in self.lora_deltas(ref):
+                factors, sizes = (self._factor(a, dtype), self._factor(b, dtype)), (len(a), first, len(b))
+                deltas.append(kernels.LoraDelta(*factors, *sizes, lora_offset, self.number_of(adapter), factor))
                 lora_offset += len(a)
             first += len(weight)
         if deltas:

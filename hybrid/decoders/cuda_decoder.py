@@ -106,6 +106,7 @@ def one_token_each(batch: PackedBatch) -> PackedBatch:
         cu_seqlens=torch.arange(count + 1, dtype=torch.int32, device=batch.ids.device),
         lengths=batch.positions + 1,
         block_tables=batch.block_tables.repeat_interleave(counts, dim=0, output_size=count),
+        adapters=batch.adapters,
     )
 
 
@@ -164,7 +165,7 @@ class CudaDecoder(TorchDecoder):
         self.rope: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # by rotary key: cos, sin [positions, dim / 2]
         self.bias: torch.Tensor | None = None  # ALiBi's, [heads, positions]
         self.state: DecodeState | None = None
-        self.addresses: tuple[float, ...] = ()  # of the weights and LoRA factors, and LoRA's scales
+        self.addresses: tuple = ()  # of the weights and LoRA factors, and LoRA's scales and numbers
         self.kv_table: torch.Tensor | None = None  # int64 [layers, 2]: addresses of the blocks that kernels read
         self.state_table: torch.Tensor | None = None  # int64 [layers, 2]: of the matrices and the rings of their states
         self.experts_address: torch.Tensor | None = None  # int64 [1]: of these blocks' `router_indices`
@@ -179,7 +180,10 @@ class CudaDecoder(TorchDecoder):
         deltas = [delta for block in blocks for deltas in block.lora_deltas.values() for delta in deltas]
         tensors = [tensor for block in blocks for tensor in block.values()]
         tensors += [factor for delta in deltas for factor in (delta.a, delta.b)]
-        addresses = (*(tensor.data_ptr() for tensor in tensors), *(delta.scale for delta in deltas))
+        addresses = (
+            *(tensor.data_ptr() for tensor in tensors),
+            *((delta.scale, delta.adapter) for delta in deltas),
+        )
         if addresses != self.addresses:
             self.graphs.reset()
         self.addresses = addresses
@@ -348,6 +352,7 @@ class CudaDecoder(TorchDecoder):
         activations: LayerActivations | None = None,
     ) -> Step:
         """Return the state that the layers of this forward share."""
+        self.token_adapters = batch.adapters
         self.reserve(batch.block_tables.shape[1] * BLOCK_SIZE)
         query_scale = self._query_scale(batch.positions)
         sequences = batch.state_slots, batch.positions, batch.cu_seqlens

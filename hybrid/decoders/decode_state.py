@@ -22,6 +22,7 @@ class DecodeState:
     lengths: int32 [capacity], tokens in the cache after it.  block_tables: int32 [capacity, blocks].
     state_slots: int32 [capacity], as PackedBatch's; -1 for sequences that have ended, and for padding, so that no
         state is written.  finished: int32 [capacity], 1 for these sequences.
+    adapters: int32 [capacity], as PackedBatch's.
     steps: int32 [capacity], tokens recorded since `load_draws`.  tokens: int64 [MAX_STEPS, capacity].
     logps: float32 [4, MAX_STEPS, capacity]: sampling, old, raw, sampling mask.
     logits: float32 [capacity, vocab_size].
@@ -36,7 +37,7 @@ class DecodeState:
 
         self.ids, self.keys, self.new_positions, self.limits = zeros(4, capacity).unbind()
         self.positions, self.lengths, self.finished, self.steps = zeros(4, capacity, dtype=torch.int32).unbind()
-        self.state_slots = zeros(capacity, dtype=torch.int32)
+        self.state_slots, self.adapters = zeros(2, capacity, dtype=torch.int32).unbind()
         self.block_tables = zeros(capacity, -(-tokens // BLOCK_SIZE), dtype=torch.int32)
         self.cu_seqlens = torch.arange(capacity + 1, dtype=torch.int32, device=device)
         self.tokens = zeros(MAX_STEPS, capacity)
@@ -61,6 +62,7 @@ class DecodeState:
             self.lengths[:count],
             self.block_tables[:count],
             self.state_slots[:count],
+            self.adapters[:count],
         )
 
     def load(self, batch: PackedBatch, size: int) -> None:
@@ -72,6 +74,8 @@ class DecodeState:
         self.block_tables[:count, :width].copy_(batch.block_tables)
         if batch.state_slots is not None:
             self.state_slots[:count].copy_(batch.state_slots)
+        if batch.adapters is not None:
+            self.adapters[:count].copy_(batch.adapters)
         self._pad(count, size)
 
     def _pad(self, first: int, last: int) -> None:

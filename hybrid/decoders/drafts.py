@@ -206,4 +206,6 @@ def with_drafts(
     positions = batch.positions[owners] + distances.int()
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=batch.ids.device)
     lengths = positions[cu_seqlens[1:].long() - 1] + 1
-    return PackedBatch(ids, positions, cu_seqlens, lengths, batch.block_tables), owners, distances
+    adapters = None if batch.adapters is None else batch.adapters[owners]
+    packed = PackedBatch(ids, positions, cu_seqlens, lengths, batch.block_tables, adapters=adapters)
+    return packed, owners, distances

@@ -209,12 +209,12 @@ class FusedModel:
         """
         self.reasons.note(self.fallback_reason_now() or reason, self.warns)
 
-    def decoder(self, adapters: bool, tokens: int) -> AnyDecoder | None:
+    def decoder(self, adapters: bool, tokens: int, mixed: tuple[str, ...] = ()) -> AnyDecoder | None:
         """Return the decoder, bound to the current weights, for sequences of up to `tokens` tokens; None if the model
         must run natively, which is warned about.
 
-        For a rank that runs the decoder by itself, inside an open window; `adapters` as the window has them. The first
-        call runs the self-check. If a layer differs, the decoder is disabled for good.
+        For a rank that runs the decoder by itself, inside an open window; `adapters`, `mixed` as the window has them.
+        The first call runs the self-check. If a layer differs, the decoder is disabled for good.
         """
         if reason := self.fallback_reason_now(tokens):
             self.note_fallback(reason)
@@ -223,7 +223,21 @@ class FusedModel:
             self.refuse(reason)
             self.note_fallback()
             return None
-        return self.bound_decoder(adapters)
+        return self.bound_decoder(adapters, mixed)
+
+    def can_mix_adapters(self) -> bool:
+        """Whether rows of the adapters that are active now may be decoded in one batch, each row with one of them. All
+        must run unmerged, and in products of the layers, since the head and the matrices that latent attention absorbs
+        do not know which row they compute."""
+        snapshot, weights = self.snapshot, self.snapshot.weights
+        if isinstance(snapshot, Int8Copy) or self._int8_weights() or self.is_shared or weights.running:
+            return False
+        active = [adapted for adapted in snapshot.adapted if adapted.state()]
+        if not active or not all(weights.is_unmerged(adapted, True) for adapted in active):
+            return False
+        wrappers = {adapted.wrapper for adapted in active}
+        by_row = [ref for layer in self.layout.layers for role, ref in layer.items() if not role.startswith("kv_b.")]
+        return wrappers <= {ref.module for ref in by_row}
 
     def needs_check(self) -> bool:
         """Whether the self-check must run: on first use, and after a forward within the layers has been replaced, as
@@ -252,19 +266,28 @@ class FusedModel:
         self.fallback_reason = f"{reason} (if nobody has changed the model's forwards, please report it; {NO_WARNING})"
         self.bound.clear()
 
-    def bound_decoder(self, adapters: bool) -> AnyDecoder:
-        """Return the decoder, bound to the current weights. Expects an open window, and `adapters` as the window's."""
+    def bound_decoder(self, adapters: bool, mixed: tuple[str, ...] = ()) -> AnyDecoder:
+        """Return the decoder, bound to the current weights. Expects an open window, and `adapters` as the window's.
+
+        mixed: `InferenceWindow.mixed_adapters`.
+        """
         with_adapters = adapters and any(adapted.state() for adapted in self.snapshot.adapted)
         if with_adapters not in self.bound:
             weights = DecoderWeights(self.layout, self.snapshot, with_adapters)
             self.bound[with_adapters] = BoundDecoder(self._decoder(weights), weights)
         bound = self.bound[with_adapters]
         state = self.snapshot.weights.state(with_adapters)
-        key, source = bound.weights.key(), (self.snapshot.overwrites, state.adapters)
+        bound.decoder.mixed_adapters = mixed
+        key, source = bound.weights.key(), (self.snapshot.overwrites, state.adapters, mixed)
         if (bound.key, bound.source) != (key, source):
             bound.decoder.bind()
             bound.key, bound.source = key, source
-        variant = type(self.snapshot).__name__, state.adapters, bound.key  # weights that have moved may be others
+        variant = (
+            type(self.snapshot).__name__,
+            state.adapters,
+            mixed,
+            bound.key,
+        )  # weights that have moved may be others
         bound.decoder.kv_weights = KVWeights((state.loads, state.steps), variant)
         return bound.decoder
 

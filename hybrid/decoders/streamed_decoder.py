@@ -35,6 +35,7 @@ class StreamedDecoder:
     """
 
     vocabulary = group = None  # each rank has its own tokens
+    mixed_adapters: tuple[str, ...] = ()  # all rows have the same adapters
     continues_past_ends = False
     kv_weights: KVWeights | None = None
     samples_in_kernel = samples_with_penalties = False

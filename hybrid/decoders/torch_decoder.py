@@ -31,6 +31,8 @@ from hybrid.sampling.vocabulary import VocabularySlice
 from hybrid.weights.joined import joined_view
 from hybrid.weights.lora import LowRank, merge_low_rank
 
+ALL_TOKENS = -1  # a LoRA delta is of all tokens
+
 # Copies of weights, by their sources. A model's decoders, with and without adapters, share the copies that both read; a
 # copy that neither reads is freed.
 Copies = MutableMapping[tuple, torch.Tensor]
@@ -62,12 +64,16 @@ class Step:
 
 @dataclass(frozen=True)
 class LoraDelta:
-    """An unmerged LoRA delta, scale · b (a x), of columns `first` on of a product.  a: [r, in].  b: [columns, r]."""
+    """An unmerged LoRA delta, scale · b (a x), of columns `first` on of a product.  a: [r, in].  b: [columns, r].
+
+    adapter: the number of its adapter among `WholeDecoder.mixed_adapters`; ALL_TOKENS: it is of all tokens.
+    """
 
     a: torch.Tensor
     b: torch.Tensor
     scale: float
     first: int
+    adapter: int
 
 
 class Tensors(dict[str, torch.Tensor]):
@@ -114,6 +120,7 @@ class WholeDecoder(ABC):
     context_block = BLOCK_SIZE  # cached tokens that attention reads at a time
     vocabulary: VocabularySlice | None = None  # what `logits` and `decode` give logits of; None: the whole vocabulary
     group: InferenceGroup | None = None  # ranks that run it together, on the same tokens; None: this rank alone
+    mixed_adapters: tuple[str, ...] = ()  # of which each token has one, by `PackedBatch.adapters`; set before `bind`
     kv_weights: KVWeights | None = None  # what it is bound to; None: unknown, so that no keys and values are reused
     samples_in_kernel = False  # whether it has `decode_steps`
     samples_with_penalties = False  # whether sampling applies the repetition penalty and min_new_tokens
@@ -141,6 +148,10 @@ class WholeDecoder(ABC):
         # By the index of a layer with experts: its number among these.
         self.moe_layer = {index: number for number, index in enumerate(self.spec.moe_layers)}
         self.unbind()
+
+    def number_of(self, adapter: str) -> int:
+        """Return `LoraDelta.adapter` of an adapter's deltas."""
+        return self.mixed_adapters.index(adapter) if self.mixed_adapters else ALL_TOKENS
 
     @abstractmethod
     def bind_part(self, outer: Collection[str], layers: Iterable[int]) -> None:
@@ -277,6 +288,7 @@ class TorchDecoder(WholeDecoder):
     blocks: list[Tensors]
     first_expert = 0  # index of the first expert whose weights this rank has
     widest = 0  # the most elements per token that a layer holds at once
+    token_adapters: torch.Tensor | None = None  # `PackedBatch.adapters` of the forward that runs
 
     @property
     def activation(self) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -343,9 +355,9 @@ class TorchDecoder(WholeDecoder):
             name = joined.get(role, role)
             before = JOINED[name][: JOINED[name].index(role)] if name != role else ()
             first = sum(rows.get(f"{part}.weight", 0) for part in before)
-            for index, (a, b, scale) in enumerate(self.lora_deltas(ref)):
+            for index, (a, b, scale, adapter) in enumerate(self.lora_deltas(ref)):
                 a, b = self._factor((ref, index, "a"), a), self._factor((ref, index, "b"), b)
-                deltas.setdefault(name, []).append(LoraDelta(a, b, scale, first))
+                deltas.setdefault(name, []).append(LoraDelta(a, b, scale, first, self.number_of(adapter)))
         return deltas
 
     def _factor(self, key: tuple, factor: torch.Tensor) -> torch.Tensor:
@@ -505,6 +517,7 @@ class TorchDecoder(WholeDecoder):
 
     def _step(self, batch: PackedBatch, keys: set[str], activations: LayerActivations | None = None) -> Step:
         """Return the values that the layers of this forward share."""
+        self.token_adapters = batch.adapters
         groups = torch_ops.sequence_groups(batch.cu_seqlens, batch.lengths, batch.block_tables, BLOCK_SIZE)
         positions = batch.positions.long()
         rope = {key: self._rope(key, positions) for key in keys}
@@ -842,8 +855,14 @@ class TorchDecoder(WholeDecoder):
         out = self._matmul(x, tensors[f"{role}.weight"], tensors.get(f"{role}.bias"))
         for delta in tensors.lora_deltas.get(role, ()):  # rounded where PEFT's forward rounds (0.21)
             columns = out[:, delta.first : delta.first + len(delta.b)]
-            columns += self._matmul(self._matmul(x.to(delta.a.dtype), delta.a), delta.b) * delta.scale
+            added = self._matmul(self._matmul(x.to(delta.a.dtype), delta.a), delta.b) * delta.scale
+            columns += added if delta.adapter == ALL_TOKENS else added.where(self._has_adapter(delta.adapter), 0)
         return out
+
+    def _has_adapter(self, number: int) -> torch.Tensor:
+        """Return which of the running forward's tokens have the adapter of this number, bool [tokens, 1]."""
+        assert self.token_adapters is not None, "a batch names the adapters of its tokens"
+        return (self.token_adapters == number).unsqueeze(1)
 
     def _matmul(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return F.linear(x, weight, bias)

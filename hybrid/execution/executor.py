@@ -4,13 +4,14 @@ A rank's request may fail, or a rank may have none, at any time. If requests lea
 those of the other ranks with dummy steps, and raises its own error once all ranks are done.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft.utils.other import AuxiliaryTrainingWrapper
 
 from hybrid.decoders.fused_model import AnyDecoder, FusedModel
 from hybrid.decoders.streamed_decoder import StreamedDecoder
@@ -32,7 +33,7 @@ from hybrid.runtime.profiling import Phase
 from hybrid.runtime.waiting import waiting_to
 from hybrid.weights.model_weights import adapters_text
 from hybrid.weights.module_dicts import patched_attribute
-from hybrid.weights.named_adapters import Adapters
+from hybrid.weights.named_adapters import BASE, Adapters
 from hybrid.weights.weight_swap import InferenceWindow
 
 
@@ -126,7 +127,29 @@ class Executor:
                 fused.note_fallback(fallback_reason)
             if fused is self.int8 and tokens is not None and not fused.fallback_reason_now(tokens):
                 self._refresh_int8(fused)
-            yield None if tokens is None else fused.decoder(self.window.uses_adapters, tokens)
+            uses_adapters, mixed = self.window.uses_adapters, self.window.mixed_adapters
+            yield None if tokens is None else fused.decoder(uses_adapters, tokens, mixed)
+
+    def mixable_adapters(self, names: Iterable[str], tokens: int) -> tuple[str, ...]:
+        """Return these adapters, but "__base__", if one request can decode the rows of all, of up to `tokens` tokens.
+        Empty if it cannot: then each adapter is a request of its own.
+
+        The self-check runs first, which compares a window of one adapter. Ranks that gather or compute together would
+        have to agree on it.
+        """
+        mixed, fused = tuple(sorted(set(names) - {BASE})), self.fused_for(decodes=True)
+        if self.is_shared or self.inside or len(set(names)) < 2:
+            return ()
+        if any(isinstance(module, AuxiliaryTrainingWrapper) for module in self.window.named.modules):
+            return ()
+        if fused.fallback_reason_now(tokens):
+            return ()
+        with self.window.naming(mixed):
+            can_mix = fused.can_mix_adapters()
+        if can_mix and fused.needs_check():
+            with self.request(None, tokens, decodes=True) as decoder:
+                can_mix = decoder is not None
+        return mixed if can_mix else ()
 
     def _require_outermost(self) -> None:
         """Raise NotImplementedError inside a request: another one would overwrite its KV cache."""

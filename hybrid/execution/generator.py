@@ -15,7 +15,7 @@ from deepspeed.utils import logger
 from torch import nn
 
 from hybrid.config import HybridEngineConfig, InferenceConfig, RolloutConfig
-from hybrid.decoders.batch import is_packable
+from hybrid.decoders.batch import NO_ADAPTER, is_packable
 from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.environments.stepping import EndsAtOnce, reset_rows
 from hybrid.execution.executor import Executor, GroupExecutor
@@ -75,7 +75,7 @@ from hybrid.runtime.parallel import InferenceGroup, own_row_ids
 from hybrid.runtime.profiling import ModelTimes, Profiler
 from hybrid.sampling.params import COUNT, SamplingParams, end_token_ids, pad_token_id
 from hybrid.sampling.sampler import Seeds, stream_keys, wrapped
-from hybrid.weights.named_adapters import Adapters, chosen_adapters, require_name_for_each
+from hybrid.weights.named_adapters import BASE, Adapters, chosen_adapters, require_name_for_each
 
 WITH_INPUTS = "model_inputs given, such as images (fused takes token ids)"
 IN_OWN_LAYERS = "prompts with images run in the model's own layers"
@@ -84,6 +84,11 @@ ROLLOUT_TIMINGS = ("gather_s", "merge_s", "prefill_s", "decode_s", "environment_
 
 
 Result = TypeVar("Result")
+
+
+def numbers_of(names: Sequence[str], mixed: tuple[str, ...]) -> list[int]:
+    """Return `PackedBatch.adapters` of rows with adapters of these names."""
+    return [NO_ADAPTER if name == BASE else mixed.index(name) for name in names]
 
 
 class Generator(WorkerState):
@@ -377,7 +382,8 @@ class Generator(WorkerState):
         return batch.select_rows([]) if request.is_dummy else batch
 
     def rollout_by_adapter(self, request: Request, adapter_names: Sequence[str]) -> RolloutBatch:
-        """`rollout` with an adapter for each prompt: a request for each adapter, and the rows in their order."""
+        """`rollout` with an adapter for each prompt: one request where rows of several adapters can be decoded
+        together, else a request for each adapter, and the rows in their order."""
         unavailable = {
             "environment": request.environment,
             "stop_after": request.stop_conditions or None,
@@ -390,6 +396,8 @@ class Generator(WorkerState):
         prompts = 0 if request.is_dummy else int(request.groups.max()) + 1
         require_name_for_each(adapter_names, prompts, "prompt_ids")
         of_rows = [] if request.is_dummy else [adapter_names[group] for group in request.groups.tolist()]
+        if not request.model_inputs and (mixed := self.executor.mixable_adapters(of_rows, request.longest)):
+            return self.rollout(replace(request, adapters=numbers_of(of_rows, mixed)), mixed)
         dummy = replace(request.select([0]), limits=torch.ones_like(request.limits[:1]), on_rows=None, is_dummy=True)
 
         def roll_out(adapters: Adapters | None, rows: list[int]) -> RolloutBatch:

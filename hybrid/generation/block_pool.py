@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from hybrid.decoders.batch import BLOCK_SIZE, KVWeights, PagedKV, States, state_bytes
+from hybrid.decoders.batch import BLOCK_SIZE, NO_ADAPTER, KVWeights, PagedKV, States, state_bytes
 
 RESERVED_SHARE = 0.9  # of what forwards leave of free memory: the most that `reserve_call` reserves
 TOKEN_BYTES = 8  # int64
@@ -302,21 +302,24 @@ class BlockPool:
     def _finds_prefixes(self) -> bool:
         return self.caches_prefixes and self.shares_prefixes
 
-    def insert(self, token_ids: torch.Tensor, blocks: list[int]) -> None:
+    def insert(self, token_ids: torch.Tensor, blocks: list[int], adapter: int = NO_ADAPTER) -> None:
         """Record that blocks hold these tokens, int64 [n], from a sequence's begin on. Nothing may write these
-        positions of the blocks any more."""
-        if self._finds_prefixes:
-            self.prefix_cache.insert(token_ids.cpu(), blocks)
+        positions of the blocks any more.
 
-    def first_new_block(self, token_ids: torch.Tensor) -> bytes | None:
-        """Return a sequence, int64 [n] on the host, up to its first full block that is not cached; None if all of them
-        are, or nothing is kept."""
+        adapter: the number of the sequence's, as `PackedBatch.adapters`. Sequences of different ones share no blocks.
+        """
+        if self._finds_prefixes:
+            self.prefix_cache.insert(token_ids.cpu(), blocks, adapter)
+
+    def first_new_block(self, token_ids: torch.Tensor, adapter: int = NO_ADAPTER) -> tuple[int, bytes] | None:
+        """Return the adapter and the bytes of a sequence, int64 [n] on the host, up to its first full block that is not
+        cached; None if all of them are, or nothing is kept.  adapter: as for `insert`."""
         if not self._finds_prefixes:
             return None
-        full = len(self.prefix_cache.full_blocks(token_ids.numpy().tobytes()))
+        full = len(self.prefix_cache.full_blocks(token_ids.numpy().tobytes(), adapter))
         if (full + 1) * BLOCK_SIZE > len(token_ids):
             return None
-        return token_ids[: (full + 1) * BLOCK_SIZE].numpy().tobytes()
+        return adapter, token_ids[: (full + 1) * BLOCK_SIZE].numpy().tobytes()
 
     def same_blocks(self, token_ids: torch.Tensor) -> list[int]:
         """Return the cached full blocks that a sequence, int64 [n], begins with, with a reference to each: for a caller
@@ -327,15 +330,18 @@ class BlockPool:
         self.ref(blocks)
         return blocks
 
-    def reuse(self, token_ids: torch.Tensor, is_prompt: bool = True) -> tuple[list[int], int]:
+    def reuse(
+        self, token_ids: torch.Tensor, is_prompt: bool = True, adapter: int = NO_ADAPTER
+    ) -> tuple[list[int], int]:
         """Blocks, with a reference to each, that hold the longest known begin of a sequence, int64 [n], without its
         last token, whose logits are needed; and how many tokens they hold. The last one, if it is not full, is a copy:
         or the cached block itself, which is forgotten, where there is no room for two.
 
         is_prompt: count the tokens as a prompt's, else as those of a sequence that is scored, whose last token is not
             computed.
+        adapter: as for `insert`.
         """
-        blocks, partial, common = self.prefix_cache.match(token_ids[:-1].cpu())
+        blocks, partial, common = self.prefix_cache.match(token_ids[:-1].cpu(), adapter)
         self.ref(blocks)
         last: list[int] = []
         if common and len(self.free_blocks) + len(self.evictable) > (partial in self.evictable):
@@ -419,9 +425,9 @@ class PrefixCache:
 
     def __init__(self) -> None:
         self.version: Hashable = None
-        self.roots: dict[Hashable, CachedBlock] = {}  # by variant of the weights
+        self.roots: dict[Hashable, CachedBlock] = {}  # by variant of the weights and number of the adapter
         self.by_block: dict[int, CachedBlock] = {}
-        self.root = CachedBlock()
+        self.variant: Hashable = None
 
     def use(self, weights: KVWeights | None) -> list[int]:
         """Find and insert blocks that these weights compute, from now on; None: unknown ones. Forgets, and gives, the
@@ -430,11 +436,14 @@ class PrefixCache:
         if weights is None or weights.version != self.version:
             removed = list(self.by_block)
             self.roots, self.by_block = {}, {}
-        self.version, variant = (None, None) if weights is None else (weights.version, weights.variant)
-        self.root = self.roots.setdefault(variant, CachedBlock())
+        self.version, self.variant = (None, None) if weights is None else (weights.version, weights.variant)
         return removed
 
-    def match(self, token_ids: torch.Tensor) -> tuple[list[int], int, int]:
+    def root(self, adapter: int) -> CachedBlock:
+        """Return the root of what sequences with the adapter of this number have computed."""
+        return self.roots.setdefault((self.variant, adapter), CachedBlock())
+
+    def match(self, token_ids: torch.Tensor, adapter: int = NO_ADAPTER) -> tuple[list[int], int, int]:
         """Find the longest cached prefix of a sequence, int64 [n] on the host.
 
         Returns:
@@ -442,14 +451,14 @@ class PrefixCache:
             number of that block's tokens that match, 0 if there is no such block.
         """
         tokens = token_ids.numpy().tobytes()
-        path = self.full_blocks(tokens)
-        rest, node = tokens[len(path) * FULL_BYTES :], path[-1] if path else self.root
+        path = self.full_blocks(tokens, adapter)
+        rest, node = tokens[len(path) * FULL_BYTES :], path[-1] if path else self.root(adapter)
         common, partial = node.closest(rest)
         return [node.block for node in path], partial, common
 
-    def full_blocks(self, tokens: bytes) -> list[CachedBlock]:
+    def full_blocks(self, tokens: bytes, adapter: int = NO_ADAPTER) -> list[CachedBlock]:
         """Return the cached full blocks of a sequence's first tokens, int64 as bytes."""
-        path, node = [], self.root
+        path, node = [], self.root(adapter)
         for begin in range(0, len(tokens) - FULL_BYTES + 1, FULL_BYTES):
             child = node.children.get(tokens[begin : begin + FULL_BYTES])
             if child is None:
@@ -457,9 +466,9 @@ class PrefixCache:
             path.append(node := child)
         return path
 
-    def insert(self, token_ids: torch.Tensor, blocks: list[int]) -> None:
+    def insert(self, token_ids: torch.Tensor, blocks: list[int], adapter: int = NO_ADAPTER) -> None:
         """Remember the blocks of a sequence, int64 [n] on the host. Of two of equal content the first is kept."""
-        tokens, node = token_ids.numpy().tobytes(), self.root
+        tokens, node = token_ids.numpy().tobytes(), self.root(adapter)
         for begin, block in zip(range(0, len(tokens), FULL_BYTES), blocks, strict=True):
             content = tokens[begin : begin + FULL_BYTES]
             if content not in node.children:

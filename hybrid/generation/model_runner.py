@@ -8,6 +8,7 @@ import torch
 
 from hybrid.decoders.batch import (
     BLOCK_SIZE,
+    NO_ADAPTER,
     LayerActivations,
     PackedBatch,
     on_device,
@@ -31,6 +32,7 @@ def hidden_states(
     begins: list[int],
     activations_of: Callable[[dict[int, range]], LayerActivations] | None = None,
     state_slots: list[int] | None = None,
+    adapters: list[int] | None = None,
 ) -> Iterator[tuple[dict[int, range], torch.Tensor]]:
     """Run sequences, int64 [n] each on the host, through the layers and write their keys and values to their blocks.
 
@@ -38,6 +40,7 @@ def hidden_states(
     activations_of: returns the memory that a forward of these chunks writes its layers' inputs to; None: they are not
         kept.
     state_slots: of each sequence; None: the model has no recurrent layers.
+    adapters: the number of each sequence's, as `PackedBatch.adapters`; None: all have the active ones.
     Yields `prefill_chunks` and the last layer's output [tokens, hidden] of each forward.
     """
     forwards = prefill_chunks(begins, [len(sequence) for sequence in sequences], decoder.prefill_tokens)
@@ -46,7 +49,8 @@ def hidden_states(
         ids = [sequences[index][chunk.start : chunk.stop] for index, chunk in chunks.items()]
         starts, tables = [chunk.start for chunk in chunks.values()], [blocks[index] for index in chunks]
         slots = None if state_slots is None else [state_slots[index] for index in chunks]
-        batches.append(packed_on_host(ids, starts, tables, slots))
+        numbers = None if adapters is None else [adapters[index] for index in chunks]
+        batches.append(packed_on_host(ids, starts, tables, slots, numbers))
     for chunks, batch in zip(forwards, uploaded(batches, decoder.device), strict=True):
         INTERRUPTS.raise_pending()
         more = {} if activations_of is None else {"activations": activations_of(chunks)}
@@ -54,47 +58,57 @@ def hidden_states(
 
 
 def prefill(
-    decoder: AnyDecoder, block_pool: BlockPool, prompts: list[torch.Tensor], state_slots: list[int] | None = None
+    decoder: AnyDecoder,
+    block_pool: BlockPool,
+    prompts: list[torch.Tensor],
+    state_slots: list[int] | None = None,
+    adapters: list[int] | None = None,
 ) -> tuple[list[list[int]], torch.Tensor]:
     """Write the keys and values of distinct prompts, int64 [n] each, to blocks. What the pool has of them is not
     computed again, and what several of them begin with is computed once.
 
     state_slots: of each prompt; not read without recurrent layers.
+    adapters: of each prompt, as for `hidden_states`.
     Returns each prompt's blocks, and the logits after its last token, float32 [prompts, vocab].
     """
     blocks: list[list[int]] = [[] for _ in prompts]
     logits: dict[int, torch.Tensor] = {}
     prompts = [prompt.cpu() for prompt in prompts]
-    for wave in prefill_waves(block_pool, prompts):
+    own = [NO_ADAPTER] * len(prompts) if adapters is None else adapters
+    for wave in prefill_waves(block_pool, prompts, own):
         begins = []
         for index in wave:
-            blocks[index], begin = block_pool.reuse(prompts[index])
+            blocks[index], begin = block_pool.reuse(prompts[index], adapter=own[index])
             blocks[index] += block_pool.allocate(blocks_for(len(prompts[index])) - len(blocks[index]))
             begins.append(begin)
         ids, tables = [prompts[index] for index in wave], [blocks[index] for index in wave]
         slots = None if block_pool.shares_prefixes or state_slots is None else [state_slots[index] for index in wave]
-        for chunks, hidden in hidden_states(decoder, block_pool, ids, tables, begins, state_slots=slots):
+        numbers = None if adapters is None else [adapters[index] for index in wave]
+        for chunks, hidden in hidden_states(decoder, block_pool, ids, tables, begins, None, slots, numbers):
             ends = zip(chunks.items(), accumulate(map(len, chunks.values())), strict=True)
             last = {wave[index]: end - 1 for (index, chunk), end in ends if chunk.stop == len(ids[index])}
             if last:
                 (ends_of_prompts,) = on_device([torch.tensor(list(last.values()))], decoder.device)
                 logits.update(zip(last, decoder.logits(hidden[ends_of_prompts]), strict=True))
-        for prompt, held in zip(ids, tables, strict=True):
-            full = len(prompt) // BLOCK_SIZE
-            block_pool.insert(prompt[: full * BLOCK_SIZE], held[:full])
+        for index in wave:
+            full = len(prompts[index]) // BLOCK_SIZE
+            block_pool.insert(prompts[index][: full * BLOCK_SIZE], blocks[index][:full], own[index])
     return blocks, torch.stack([logits[index] for index in range(len(prompts))])
 
 
-def prefill_waves(block_pool: BlockPool, prompts: list[torch.Tensor]) -> Iterator[list[int]]:
+def prefill_waves(block_pool: BlockPool, prompts: list[torch.Tensor], adapters: list[int]) -> Iterator[list[int]]:
     """Yield indices of prompts, int64 [n] on the host, to compute together: in one wave no two share a block that is
-    not computed yet. The caller computes and inserts a wave's blocks before it asks for the next one."""
+    not computed yet. The caller computes and inserts a wave's blocks before it asks for the next one.
+
+    adapters: of each prompt, as for `BlockPool.insert`.
+    """
     waiting = list(range(len(prompts)))
     while waiting:
-        prefixes: set[bytes] = set()
+        prefixes: set[tuple[int, bytes]] = set()
         wave: list[int] = []
         later: list[int] = []
         for index in waiting:
-            prefix = block_pool.first_new_block(prompts[index])
+            prefix = block_pool.first_new_block(prompts[index], adapters[index])
             (later if prefix in prefixes else wave).append(index)
             if prefix is not None:
                 prefixes.add(prefix)
@@ -168,6 +182,7 @@ class ModelRunner(RunningSequences):
         self.lengths = torch.zeros(0, dtype=torch.int32, device=self.device)
         self.offsets: list[int] = []  # of each sequence: tokens in the cache minus `steps`
         self.state_slots: Any = None  # int32 [n]; None without recurrent layers
+        self.adapters: Any = None  # int32 [n], as `PackedBatch.adapters`; None: all sequences have the same
         self.num_free_slots = 0  # tokens that every sequence can still append without another block
         self.block_tables = BlockTables(blocks_for(longest), self.device)
 
@@ -205,6 +220,9 @@ class ModelRunner(RunningSequences):
         if not self.block_pool.shares_prefixes:
             slots = [sequence.state_slot for sequence in self.sequences]
             (self.state_slots,) = on_device([torch.tensor(slots, dtype=torch.int32)], self.device)
+        if self.decoder.mixed_adapters:
+            numbers = [sequence.adapter for sequence in self.sequences]
+            (self.adapters,) = on_device([torch.tensor(numbers, dtype=torch.int32)], self.device)
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Append a token, int64 [rows], to each row; returns the logits after it, float32 [rows, vocab]."""
@@ -242,7 +260,8 @@ class ModelRunner(RunningSequences):
     def _batch(self, tokens: torch.Tensor) -> PackedBatch:
         """Return the batch that appends a token to each row."""
         tables = self.block_tables.rows()
-        return PackedBatch(tokens, self.lengths, self.cu_seqlens, self.lengths + 1, tables, self.state_slots)
+        lengths, slots = self.lengths + 1, self.state_slots
+        return PackedBatch(tokens, self.lengths, self.cu_seqlens, lengths, tables, slots, self.adapters)
 
     def _advance(self, steps: int) -> None:
         """Count `steps` tokens that are appended to every row."""

@@ -13,6 +13,7 @@ from transformers import DynamicCache, EosTokenCriteria, GenerationConfig, MaxLe
 from transformers.generation import logits_process as processes
 from transformers.generation.streamers import BaseStreamer
 
+from hybrid.decoders.batch import NO_ADAPTER
 from hybrid.models.model_inputs import NO_INPUTS, RowInputs, is_model_input, split_inputs
 from hybrid.models.placeholders import Placeholders
 from hybrid.rollout import EnvironmentLimits, RolloutBatch, StopAfter, UnfinishedRows
@@ -143,6 +144,7 @@ class Request:
     return_router_indices: whether completions have the experts of each token.
     model_inputs: each row's inputs besides token ids, the same object for rows of one prompt; empty: all are text.
     suppressed: int64 [n], tokens that are not drawn; None: all are.
+    adapters: the number of each row's, as `PackedBatch.adapters`; empty: all rows have those of the call.
     is_dummy: the rank has no rows: this one joins the other ranks' collectives, and is dropped.
     """
 
@@ -166,6 +168,7 @@ class Request:
     return_router_indices: bool = False
     model_inputs: list[RowInputs] = field(default_factory=list)
     suppressed: torch.Tensor | None = None
+    adapters: list[int] = field(default_factory=list)
     is_dummy: bool = False
 
     def __len__(self) -> int:
@@ -211,6 +214,10 @@ class Request:
         """Return a row's inputs besides token ids."""
         return self.model_inputs[row] if self.model_inputs else NO_INPUTS
 
+    def adapter_of(self, row: int) -> int:
+        """Return the number of a row's adapter."""
+        return self.adapters[row] if self.adapters else NO_ADAPTER
+
     def partial_lengths(self) -> list[int]:
         """Return the number of tokens that each row's completion already has."""
         return [0] * len(self) if self.partial is None else self.partial.lengths
@@ -238,6 +245,7 @@ class Request:
             limits=self.limits[rows],
             partial=None if self.partial is None else self.partial.select(rows),
             model_inputs=[self.inputs_of(row) for row in rows] if self.model_inputs else [],
+            adapters=[self.adapter_of(row) for row in rows] if self.adapters else [],
             stop_conditions=(),
             failures={},
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hybrid.decoders.batch import BLOCK_SIZE
+from hybrid.decoders.batch import BLOCK_SIZE, NO_ADAPTER
 from hybrid.decoders.drafts import Drafting, VerifiedTokens
 from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.environments.stepping import EnvironmentLoop, StepResult
@@ -60,6 +60,7 @@ class SequenceGroup:
     state_slot: int = 0
     logits: torch.Tensor = NO_LOGITS  # after the tokens, float32 [vocab]
     model_inputs: RowInputs = field(default_factory=dict)  # besides token ids: the model's own forward prefills
+    adapter: int = NO_ADAPTER  # as Sequence's
     cached: Any = None  # the tokens' NativeRows of one row, where the model's own forward runs and other rows wait
 
     @property
@@ -71,15 +72,17 @@ class SequenceGroup:
 def group_by_prompt(
     sequences: list[Sequence], contexts: list[torch.Tensor], inputs_of: Callable[[int], RowInputs]
 ) -> list[SequenceGroup]:
-    """Group sequences by equal tokens and the same inputs besides them, in the order of first appearance.
+    """Group sequences by equal tokens, the same inputs besides them, and the same adapter, in the order of first
+    appearance.
 
     contexts: `token_ids` of each.  inputs_of: returns a row's inputs besides token ids.
     """
-    groups: dict[tuple[bytes, int, int], SequenceGroup] = {}
+    groups: dict[tuple[bytes, int, int, int], SequenceGroup] = {}
     for sequence, token_ids in zip(sequences, contexts, strict=True):
         model_inputs = inputs_of(sequence.row)
-        key = token_ids.numpy().tobytes(), sequence.length, id(model_inputs)
-        group = groups.setdefault(key, SequenceGroup(token_ids, [], model_inputs=model_inputs))
+        key = token_ids.numpy().tobytes(), sequence.length, id(model_inputs), sequence.adapter
+        group = SequenceGroup(token_ids, [], model_inputs=model_inputs, adapter=sequence.adapter)
+        group = groups.setdefault(key, group)
         longest = len(token_ids) - sequence.length + sequence.limit
         group.blocks_per_row = max(group.blocks_per_row, blocks_for(longest))
         group.waiting.append(sequence)
@@ -173,7 +176,9 @@ class Scheduler:
         usual = on_cpu if decoder.device.type == "cpu" else STEPS_ON_DEVICES
         self.num_scheduler_steps = num_scheduler_steps or usual
         limits = request.limits.tolist()
-        self.sequences = [Sequence(row=row, limit=limit) for row, limit in enumerate(limits)]
+        self.sequences = [
+            Sequence(row=row, limit=limit, adapter=request.adapter_of(row)) for row, limit in enumerate(limits)
+        ]
         device = decoder.device
         self.runner = self.new_runner()
         self.buffers = CompletionBuffers(request, device, self.num_scheduler_steps, decoder.group is not None)
@@ -303,7 +308,8 @@ class Scheduler:
             group.state_slot = slot
         texts = [group for group in groups if not group.model_inputs]
         if texts:
-            prompts = [group.token_ids for group in texts], [group.state_slot for group in texts]
+            adapters = [group.adapter for group in texts] if self.decoder.mixed_adapters else None
+            prompts = [group.token_ids for group in texts], [group.state_slot for group in texts], adapters
             for group, blocks, logits in zip(texts, *prefill(self.decoder, self.block_pool, *prompts), strict=True):
                 group.blocks, group.logits = blocks, logits
         for group in groups:
@@ -556,7 +562,8 @@ class Scheduler:
         computed = self.buffers.contexts([each.row for each in sequences], [each.length - 1 for each in sequences])
         for token_ids, sequence in zip(computed, sequences, strict=True):
             if not self.request.inputs_of(sequence.row):  # equal tokens may stand for other images
-                self.block_pool.insert(token_ids, sequence.blocks[: blocks_for(len(token_ids))])
+                held = sequence.blocks[: blocks_for(len(token_ids))]
+                self.block_pool.insert(token_ids, held, sequence.adapter)
         if self.request.return_router_indices:
             read_router_indices(self.block_pool.kv, sequences, [len(token_ids) for token_ids in computed])
 

@@ -162,18 +162,25 @@ def put_scores(
 
 
 def scores_beside_rows(
-    decoder: AnyDecoder, block_pool: BlockPool, sequences: Sequence[torch.Tensor], top_k: int
+    decoder: AnyDecoder,
+    block_pool: BlockPool,
+    sequences: Sequence[torch.Tensor],
+    top_k: int,
+    adapters: list[int] | None = None,
 ) -> Scores:
     """Return the scores of sequences, int64 [n] each on the host, while other rows are decoded in the same call.
 
     The blocks are new ones, which the call must have reserved, and are free again at the end. Rows are padded with 0 on
     the right. The arguments are otherwise `score_packed`'s, and the values too, at temperature 1.
+
+    adapters: of each sequence, as for `hidden_states`.
     """
     scores = Scores.zeros((len(sequences), max(map(len, sequences)) - 1), top_k, decoder.device)
     inputs = [ids[:-1] for ids in sequences]
     blocks = [block_pool.allocate(blocks_for(len(ids))) for ids in inputs]
     slots = None if block_pool.shares_prefixes else block_pool.allocate_states(len(inputs))
-    for chunks, hidden in hidden_states(decoder, block_pool, inputs, blocks, [0] * len(inputs), state_slots=slots):
+    more = [0] * len(inputs), None, slots, adapters
+    for chunks, hidden in hidden_states(decoder, block_pool, inputs, blocks, *more):
         put_scores(scores, decoder, chunks, hidden, sequences, range(len(inputs)), [0] * len(inputs), 1.0, top_k)
     block_pool.free_states(slots or [])
     for own in blocks:

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from hybrid.decoders.batch import NO_ADAPTER
+
 
 class Turn(NamedTuple):
     """A turn of a row: sampled tokens from `begin` to `end` in the completion, and the observation up to `observed`.
@@ -59,6 +61,7 @@ class Sequence:
     blocks: KV blocks, while it runs.
     max_blocks: the most blocks that it may need.
     state_slot: of its recurrent states, while it runs, if the model has any.
+    adapter: the number of its adapter, as `PackedBatch.adapters`.
     router_indices: int16 [tokens, layers with experts, experts per token], in host memory, once it has run: hundreds of
         bytes a token for a real model. None: it never ran, or they are not recorded.
     """
@@ -79,6 +82,7 @@ class Sequence:
     max_blocks: int = field(default=sys.maxsize, compare=False)
     state_slot: int = field(default=0, compare=False)
     router_indices: torch.Tensor | None = field(default=None, compare=False)
+    adapter: int = field(default=NO_ADAPTER, compare=False)
 
     @property
     def num_turns(self) -> int:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from hybrid.decoders.batch import NO_ADAPTER
 from hybrid.decoders.streamed_decoder import StreamedDecoder
 from hybrid.generation.block_pool import blocks_for
 from hybrid.generation.completions import InvalidLogitsError, Penalties
@@ -51,6 +52,7 @@ class IncomingRow:
     streams: whether the source gets the tokens as they are drawn, and not at the end alone.
     top_logprobs: the prompt is scored, with so many most probable tokens at each place, and nothing is sampled; None:
         the row is sampled.
+    adapter: as Sequence's.
     """
 
     number: int
@@ -64,6 +66,7 @@ class IncomingRow:
     client: str = ""
     streams: bool = False
     top_logprobs: int | None = None
+    adapter: int = NO_ADAPTER
 
 
 class Arrivals(NamedTuple):
@@ -287,14 +290,15 @@ class ServingScheduler(Scheduler):
         """Give the sources the scores of their rows' prompts. The blocks are those of as many free slots."""
         top_k = max(row.top_logprobs or 0 for _, row in rows)
         with self.phase("prefill"):
-            scores = self.scores_of([row.prompt_ids for _, row in rows], top_k)
+            scores = self.scores_of([row for _, row in rows], top_k)
         for index, ((rank, number), row) in enumerate(rows):
             if rank == self.rank:
                 self.source.give(number, scored_piece(scores.map(partial(of_scored, index, len(row.prompt_ids)))))
 
-    def scores_of(self, sequences: list[torch.Tensor], top_k: int) -> Scores:
-        """Return the scores of sequences, int64 [n] each on the host, padded on the right."""
-        return scores_beside_rows(self.decoder, self.block_pool, sequences, top_k)
+    def scores_of(self, rows: list[IncomingRow], top_k: int) -> Scores:
+        """Return the scores of rows' prompts, padded on the right."""
+        adapters = [row.adapter for row in rows] if self.decoder.mixed_adapters else None
+        return scores_beside_rows(self.decoder, self.block_pool, [row.prompt_ids for row in rows], top_k, adapters)
 
     def occupy(self, number: int, key: RowKey, row: IncomingRow) -> Sequence:
         """Write a row into a slot, and return its sequence."""
@@ -308,7 +312,7 @@ class ServingScheduler(Scheduler):
         if self.speculation is not None:
             self.speculation.occupy(number, row.prompt_ids, limit)
         self.slots[number] = Slot(key, row, self.processors_of(row), begin)
-        self.sequences[number] = Sequence(row=number, limit=limit, length=begin)
+        self.sequences[number] = Sequence(row=number, limit=limit, length=begin, adapter=row.adapter)
         return self.sequences[number]
 
     def release(self, sequence: Sequence, reason: str, error: InvalidLogitsError | None = None) -> None:
@@ -438,10 +442,11 @@ class NativeServingScheduler(ServingScheduler, NativeScheduler):
         self.check_prompt(row.prompt_ids)
         return super().occupy(number, key, row)
 
-    def scores_of(self, sequences: list[torch.Tensor], top_k: int) -> Scores:
-        """Return the scores of sequences, int64 [n] each on the host, padded on the right."""
+    def scores_of(self, rows: list[IncomingRow], top_k: int) -> Scores:
+        """Return the scores of rows' prompts, padded on the right."""
+        sequences = [row.prompt_ids for row in rows]
         masks = [torch.ones_like(ids) for ids in sequences]
-        ids, mask = (pad_sequence(rows, batch_first=True).to(self.decoder.device) for rows in (sequences, masks))
+        ids, mask = (pad_sequence(each, batch_first=True).to(self.decoder.device) for each in (sequences, masks))
         return score_natively(self.decoder.model, ids, mask, 1.0, len(ids), top_k=top_k)
 
 

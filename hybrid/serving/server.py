@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from hybrid.decoders.batch import NO_ADAPTER
 from hybrid.environments.stepping import id_list, require_in_vocabulary
-from hybrid.execution.generator import Generator
+from hybrid.execution.generator import Generator, numbers_of
 from hybrid.execution.stream import Stream
 from hybrid.generation.scoring import Scores
 from hybrid.generation.serving_scheduler import Arrivals, IncomingRow, Piece
@@ -173,8 +174,8 @@ class ActiveRequest:
 class RequestTable:
     """The requests of a server that have no result yet: the source of a scheduler's rows.
 
-    Rows of one adapter are decoded at a time, in turns: one that others wait for ends after TURN_S seconds, or earlier
-    if it has no rows left; rows in slots then end, the others wait for the next turn.
+    Where rows of several adapters cannot be decoded together, adapters take turns: a turn that others wait for ends
+    after TURN_S seconds, or earlier if it has no rows left; rows in slots then end, the others wait for the next turn.
 
     max_queue: the most samples that wait.
     turn: adapters whose rows are being decoded; None: the server's own adapters.
@@ -401,6 +402,8 @@ class Server:
         self._generator, self._open_call, self._lock, self._adapters = generator, call, lock, adapters
         self._stream: Stream[int] | None = None
         self._seed = 0
+        self._mixed: tuple[str, ...] = ()  # adapters whose rows are decoded together; (): they take turns
+        self._own_adapter: str | None = None  # the name of `_adapters`, if these are one or none
 
     @property
     def adapters(self) -> list[str]:
@@ -507,8 +510,9 @@ class Server:
             logit_bias: numbers added to the logits of tokens, by token.
             on_chunk: called with new tokens, in the server's thread, which it must not keep waiting.
             adapter: the name of the adapter of PEFT that samples, as in `engine.rollout`; None: what the server was
-                opened with. Requests of different adapters are decoded in turns of about a second; priorities and
-                clients count within one. A turn drops the prefix cache, and merged weights are merged again.
+                opened with. With `rollout.lora: unmerged` requests of all adapters are decoded together. Elsewhere
+                adapters take turns of about a second; priorities and clients count within one. A turn drops the prefix
+                cache, and merges its adapter.
 
         Raises:
             ServerBusy: if the queue is full.
@@ -594,7 +598,10 @@ class Server:
         number = (int, lambda value: -INT64 <= value < INT64, "an integer of 64 bits")
         priority = checked_number("priority", priority, *number)
         self._require_tokens(prompt, prefix, params.max_new_tokens if top_logprobs is None else 0)
-        bias, adapters = self._checked_bias(logit_bias), self._adapters_of(adapter)
+        bias, adapters, number_of_adapter = self._checked_bias(logit_bias), self._adapters_of(adapter), NO_ADAPTER
+        if self._mixed:
+            (number_of_adapter,) = numbers_of([adapter or self._own_adapter or BASE], self._mixed)
+            adapters = None
         stop_token_ids = tuple(end_token_ids(self._generator.model, params.stop_token_ids))
         of_seed = 0 if row_id is None else checked_number("row_id", row_id, *number)
         least = params.min_new_tokens and len(prefix) + params.min_new_tokens
@@ -618,6 +625,7 @@ class Server:
                     client=client,
                     streams=on_chunk is not None,
                     top_logprobs=top_logprobs,
+                    adapter=number_of_adapter,
                 )
                 for number, key in zip(numbers, keys, strict=True)
             ]
@@ -707,6 +715,7 @@ class Server:
         try:
             with self._open_call():
                 self._seed = self._generator.seeds.next()
+                self._mix_adapters()
                 self._serve_turn(put)
                 while self._table.begin_turn():
                     self._serve_turn()
@@ -717,13 +726,23 @@ class Server:
         finally:
             self._table.close(error)
 
+    def _mix_adapters(self) -> None:
+        """Decode the rows of all adapters together, if that can be done, and if the server's own are one or none."""
+        executor, own = self._generator.executor, self._adapters
+        if isinstance(own, str):
+            self._own_adapter = own
+        else:
+            self._own_adapter = BASE if own is False else executor.window.named.active()
+        if self._own_adapter is not None:
+            self._mixed = executor.mixable_adapters(self.adapters, self.max_model_len)
+
     def _serve_turn(self, put: Callable[[int], None] | None = None) -> None:
         """Serve rows of the turn's adapters until it ends; if it cannot begin, its requests fail alone.
 
         put: of the first turn: called with the weight version once the server is open.
         """
         table, has_begun = self._table, False
-        adapters = self._adapters if table.turn is None else table.turn
+        adapters = self._mixed or (self._adapters if table.turn is None else table.turn)
 
         def begin(weight_version: int) -> None:
             nonlocal has_begun

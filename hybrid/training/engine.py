@@ -699,8 +699,10 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
                 model's active adapters and the parameters that require gradients stay as they are. Merged weights are
                 those of one adapter: a call for another one merges again, which is logged once; with `rollout.lora:
                 unmerged` it does not. Under ZeRO-3, and where ranks compute together, every rank must name the same.
-            adapter_names: PEFT's argument for mixed batches: such a name for each row of `prompt_ids`. Rows are decoded
-                adapter by adapter; a row's tokens are those of a call for its adapter. Ranks' names may differ.
+            adapter_names: PEFT's argument for mixed batches: such a name for each row of `prompt_ids`. With
+                `rollout.lora: unmerged` rows of all adapters are decoded together. With merged adapters, int8, ZeRO-3
+                and where ranks compute together they are decoded adapter by adapter. A row's tokens are those of a call
+                for its adapter. Ranks' names may differ.
 
         Raises:
             TypeError: for prompts, row ids, limits or an environment of a wrong type.

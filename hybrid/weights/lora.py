@@ -28,18 +28,22 @@ MERGE_ELEMENTS = 2**22  # elements of a weight that are held in float32 at once 
 
 
 class LowRank(NamedTuple):
-    """The low-rank delta of an adapter to a weight [out, in]: scale · b · a.  a [r, in], b [out, r]."""
+    """The low-rank delta of an adapter to a weight [out, in]: scale · b · a.  a [r, in], b [out, r].
+
+    adapter: its name in PEFT; "" for adapters without names.
+    """
 
     a: torch.Tensor
     b: torch.Tensor
     scale: float
+    adapter: str = ""
 
 
 class AdapterParams(NamedTuple):
     """The training parameters of one active adapter in one module.
 
     a, b: the factors as `LowRank`, or their transposes.  bias: added to the module's, times the scale.
-    magnitude: DoRA's vector [out].
+    magnitude: DoRA's vector [out].  adapter: as in `LowRank`.
     """
 
     a: nn.Parameter
@@ -47,6 +51,7 @@ class AdapterParams(NamedTuple):
     scale: float
     bias: nn.Parameter | None = None
     magnitude: nn.Parameter | None = None
+    adapter: str = ""
 
 
 Whole = Callable[[nn.Parameter], torch.Tensor]  # returns a parameter's full tensor
@@ -82,7 +87,7 @@ def merge_low_rank(
     step = max(MERGE_ELEMENTS // max(weight.shape[1], 1), 1)
     for rows in (slice(start, start + step) for start in range(0, len(weight), step)):
         total = weight[rows]
-        for (a, b, scale), magnitude in zip(deltas, magnitudes, strict=True):
+        for (a, b, scale, _), magnitude in zip(deltas, magnitudes, strict=True):
             total = merged_weight(total, a, b[rows], scale)
             if magnitude is not None:
                 norm = torch.linalg.norm(merged_weight(weight[rows], a, b[rows], scale), dim=1)
@@ -118,7 +123,7 @@ class AdaptedModule(ABC):
 
     def adapter_params(self) -> list[nn.Parameter]:
         """Return the adapters' parameters that `merge` reads."""
-        params = [param for a, b, _, *optional in self.active_params() for param in (a, b, *optional)]
+        params = [param for each in self.active_params() for param in (each.a, each.b, each.bias, each.magnitude)]
         return [param for param in params if param is not None]
 
     def changed(self) -> dict[str, torch.Size]:
@@ -157,7 +162,7 @@ class AdaptedModule(ABC):
 
     def low_rank(self, whole: Whole = itself) -> list[LowRank]:
         """Return the deltas of the active adapters to `weight` [out, in], in their order. Expects `is_low_rank`."""
-        return [LowRank(whole(a), whole(b), scale) for a, b, scale, *_ in self.active_params()]
+        return [LowRank(whole(each.a), whole(each.b), each.scale, each.adapter) for each in self.active_params()]
 
     def magnitudes(self, whole: Whole = itself) -> list[torch.Tensor | None]:
         """DoRA's magnitude vector [out] of each active adapter, or None."""
@@ -206,7 +211,7 @@ class PeftLinear(PeftAdapted):
         for name in self.active():
             a, b = self.training_params[self.wrapper.lora_A[name]], self.training_params[self.wrapper.lora_B[name]]
             scale = self.wrapper.scaling[name]
-            params.append(AdapterParams(a["weight"], b["weight"], scale, b["bias"], self.magnitude(name)))
+            params.append(AdapterParams(a["weight"], b["weight"], scale, b["bias"], self.magnitude(name), name))
         return params
 
     def changed(self) -> dict[str, torch.Size]:
@@ -237,11 +242,11 @@ class PeftEmbedding(PeftAdapted):
 
     def merge(self, base: dict[str, torch.Tensor], into: dict[str, torch.Tensor], whole: Whole = itself) -> None:
         # Transposed: DoRA's norms are over the vocabulary.
-        deltas = [LowRank(b.T, a.T, scale) for a, b, scale in self.low_rank(whole)]
+        deltas = [delta._replace(a=delta.b.T, b=delta.a.T) for delta in self.low_rank(whole)]
         merge_low_rank(base["weight"].T, deltas, into["weight"].T, self.magnitudes(whole))
 
     def low_rank(self, whole: Whole = itself) -> list[LowRank]:
-        return [LowRank(a.T, b.T, scale) for a, b, scale in super().low_rank(whole)]
+        return [delta._replace(a=delta.a.T, b=delta.b.T) for delta in super().low_rank(whole)]
 
 
 class PeftExperts(PeftAdapted):
@@ -307,7 +312,7 @@ class ChatLinear(AdaptedModule):
         return [AdapterParams(params["lora_right_weight"], params["lora_left_weight"], self.wrapper.lora_scaling)]
 
     def low_rank(self, whole: Whole = itself) -> list[LowRank]:
-        return [LowRank(a.T, b.T, scale) for a, b, scale in super().low_rank(whole)]
+        return [delta._replace(a=delta.a.T, b=delta.b.T) for delta in super().low_rank(whole)]
 
 
 def is_chat_lora(module: nn.Module) -> bool:

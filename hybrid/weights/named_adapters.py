@@ -1,4 +1,4 @@
-"""PEFT's adapters by name: one of them runs alone for a while, whatever is active."""
+"""PEFT's adapters by name: one of them, or several, run for a while, whatever is active."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,8 @@ BASE = "__base__"  # no adapter, in PEFT's mixed batches
 # Methods of PEFT that also run outside of the layers, whose flags do not switch them (0.21).
 UNSWITCHABLE = (PeftType.XLORA, PeftType.SHADOW)
 
-Adapters = bool | str  # of a window: the active ones, none of them, or the one of that name
+# Of a window: the active ones, none of them, the one of that name, or several, each for the rows that name it.
+Adapters = bool | str | tuple[str, ...]
 
 
 class NamedAdapters:
@@ -60,9 +61,17 @@ class NamedAdapters:
                     "call unmerge_adapter() first"
                 )
 
-    def flags(self, name: str) -> list[Replacement]:
-        """Return the flags with which an adapter runs alone."""
-        return [flag for module in self.modules for flag in flags_of(module, name)]
+    def flags(self, adapters: str | tuple[str, ...]) -> list[Replacement]:
+        """Return the flags with which one adapter, or several, run and no others."""
+        names = (adapters,) if isinstance(adapters, str) else adapters
+        return [flag for module in self.modules for flag in flags_of(module, names)]
+
+    def active(self) -> str | None:
+        """Return the name of the adapter that is active alone, "__base__" if none is, and None if several are."""
+        layers = [module for module in self.modules if isinstance(module, BaseTunerLayer)]
+        active = {() if layer.disable_adapters else tuple(layer.active_adapters) for layer in layers} or {()}
+        names = active.pop()
+        return None if active or len(names) > 1 else names[0] if names else BASE
 
     def require_given(self, adapters: bool | None, adapter: Any, adapter_names: Any = None) -> None:
         """Raise for arguments of a call of which more than one is given, and for names as `require`."""
@@ -80,9 +89,10 @@ class NamedAdapters:
 
     @contextmanager
     def switched(self, adapters: Adapters) -> Iterator[None]:
-        """Inside the block the adapter of that name runs alone; with a bool the model's own active ones do."""
-        with replaced(self.flags(adapters) if isinstance(adapters, str) else self.own_flags) as before:
-            own_flags = (self.own_flags or before) if isinstance(adapters, str) else []
+        """Inside the block the adapters of these names run and no others; with a bool the model's own active ones
+        do."""
+        with replaced(self.own_flags if isinstance(adapters, bool) else self.flags(adapters)) as before:
+            own_flags = [] if isinstance(adapters, bool) else (self.own_flags or before)
             with patched_attribute(self, "own_flags", own_flags):
                 yield
 
@@ -101,15 +111,16 @@ def adapters_at(module: Any) -> set[str]:
     return module._get_available_adapters() if isinstance(module, BaseTunerLayer) else set()
 
 
-def flags_of(module: Any, name: str) -> list[Replacement]:
-    """Return the flags with which a module of PEFT runs one adapter, as `set_adapter` and `enable_adapters` leave
+def flags_of(module: Any, names: Sequence[str]) -> list[Replacement]:
+    """Return the flags with which a module of PEFT runs adapters, as `set_adapter` and `enable_adapters` leave
     them."""
     table = module.__dict__
     if isinstance(module, PeftModel):
-        return [(table, "active_adapter", name), (table, "_adapters_disabled", False)]
+        return [(table, "active_adapter", names[0]), (table, "_adapters_disabled", False)]
     if isinstance(module, BaseTuner):
-        return [(table, "active_adapter", name)]
-    active = [name] if name in adapters_at(module) else []
+        return [(table, "active_adapter", names[0])]
+    own = adapters_at(module)
+    active = [name for name in names if name in own]
     return [(table, "_active_adapter", active), (table, "_disable_adapters", False)]
 
 

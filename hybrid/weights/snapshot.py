@@ -410,7 +410,9 @@ class Snapshot:
             self.moves += 1
             kept = self.factors.setdefault(adapted, {})
             for part in self.kept.get((adapted, "weight"), ()):
-                kept[part.key] = [LowRank(a.clone(), b.clone(), scale) for a, b, scale in sliced_factors(adapted, part)]
+                kept[part.key] = [
+                    delta._replace(a=delta.a.clone(), b=delta.b.clone()) for delta in sliced_factors(adapted, part)
+                ]
             return
         changed = adapted.changed()
         for name in {*adapted.sources, "bias"} - changed.keys():  # merged from other adapters

@@ -210,6 +210,12 @@ class InferenceWindow:
         """Whether the innermost open window uses adapters. Expects an open window."""
         return bool(self.adapters[-1])
 
+    @property
+    def mixed_adapters(self) -> tuple[str, ...]:
+        """The adapters of which each row of the innermost open window names one; (): all rows have the same."""
+        adapters = self.adapters[-1]
+        return adapters if isinstance(adapters, tuple) else ()
+
     def resolved(self, adapters: Adapters | None) -> Adapters:
         """Return the adapters of a window opened now. None: those of the enclosing window, or True without one."""
         return (self.adapters[-1] if self.adapters else True) if adapters is None else adapters
@@ -228,8 +234,9 @@ class InferenceWindow:
     def opened(self, adapters: Adapters | None = None, by_user: bool = False) -> Iterator[None]:
         """Inside the block the model computes with the snapshot, which is refreshed first.
 
-        adapters: False: without adapters; None: as the enclosing window or the model; a str: the adapter of that name.
-            A nested window with the same choice swaps again only if weights or adapters have changed.
+        adapters: False: without adapters; None: as the enclosing window or the model; a str: the adapter of that name;
+            a tuple: those, which only a fused decoder runs, each for the rows that name it. A nested window with the
+            same choice swaps again only if weights or adapters have changed.
         by_user: whether a user's code runs inside the block. Raises RuntimeError at its end if that has written to
             parameters that are swapped in.
         Raises NotImplementedError for False if the adapters cannot be disabled.
@@ -240,7 +247,7 @@ class InferenceWindow:
             if not self.adapters:
                 stack.enter_context(nullcontext() if self.states is None else self.states.on_host())
             if not self.adapters or self.adapters[-1] != adapters:
-                stack.callback(self._refuse_overwritten, by_name=isinstance(adapters, str))
+                stack.callback(self._refuse_overwritten, by_name=not isinstance(adapters, bool))
                 stack.enter_context(self.naming(adapters))
                 if not adapters:
                     self._require_switchable(runs_modules=not self.merges)
@@ -299,7 +306,7 @@ class InferenceWindow:
         """If weights or adapters have changed since the snapshot was swapped in, refresh it and swap it in again."""
         if not adapters:  # PEFT's `disable_adapter()` enables them at its end
             set_items((layer.__dict__ for layer in self.switchable), repeat("_disable_adapters"), repeat(True))
-        if isinstance(adapters, str):  # `set_adapter` in the window does not change what it is of
+        if not isinstance(adapters, bool):  # `set_adapter` in the window does not change what it is of
             restore(self.named.flags(adapters))
         if self.snapshot.is_fresh(bool(adapters)) and self.swapped_key == self._key(adapters):
             return

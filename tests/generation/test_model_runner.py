@@ -18,6 +18,7 @@ class TableReader:
     """A decoder that stores its last batch."""
 
     device = torch.device("cpu")
+    mixed_adapters = ()
 
     def kv(self, num_blocks: int) -> PagedKV:
         return PagedKV([torch.zeros(num_blocks, 1)], [torch.zeros(num_blocks, 1)])

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hybrid
-from tests.engines import engine_of, settings, storage_digest
+from tests.engines import engine_of, settings, storage_digest, train_step
 from tests.marks import slow_but
 from tests.tiny_models import prompts, tiny_model, twin
 from tests.training.test_changes_in_windows import MODES
@@ -176,6 +176,50 @@ def check_rows(stage: int, blocks: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("stage", "mode"), slow_but([(0, "unmerged"), (3, "merged")], CASES))
 def test_rows_of_one_call_have_different_adapters(ranks, stage, mode):
     ranks.run(check_rows, stage, MODES[mode])
+
+
+def check_together(blocks: dict[str, Any], requests: int) -> None:
+    """Rows of several adapters with one prompt, of more than a block, are `requests` requests, and share nothing that
+    an adapter has computed: not in the call, and not with an earlier one. Training goes on with the active adapter."""
+    engine = engine_of(with_adapters(tiny_model("llama")), settings(1, **blocks))
+    other = engine_of(with_adapters(tiny_model("llama")), settings(1, **blocks))
+    names = ["bob", "__base__", "alice", "bob", "ref"]
+    ids, mask = (each.expand(5, -1) for each in prompts(1, 70, padded=False, seed=dist.get_rank()))
+    limits, row_ids = torch.tensor([3, 30, 17, 30, 9]), torch.arange(5) + 7 * dist.get_rank()
+    sampling = hybrid.SamplingParams(max_new_tokens=30, top_k=30, repetition_penalty=1.2, min_new_tokens=2, seed=3)
+    opened: list[Any] = []
+    window = engine._runtime.window
+    unwatched = window.opened
+    window.opened = lambda adapters=None, by_user=False: opened.append(adapters) or unwatched(adapters, by_user)
+    for step in range(3):
+        alone = {
+            name: other.rollout(ids, mask, sampling, max_new_tokens=limits, row_ids=row_ids, adapter=name)
+            for name in set(names)
+        }
+        opened.clear()
+        batch = engine.rollout(ids, mask, sampling, max_new_tokens=limits, row_ids=row_ids, adapter_names=names)
+        assert len(opened) == requests + (requests == 1 and step == 0), opened  # the first one checks the decoder
+        for row, name in enumerate(names):
+            assert torch.equal(batch.completion_ids[row], alone[name].completion_ids[row]), (step, row)
+            for logps in ("sampling_per_token_logps", "old_per_token_logps"):
+                assert torch.equal(getattr(batch, logps)[row], getattr(alone[name], logps)[row]), (step, row)
+        assert torch.equal(train_step(engine, step), train_step(other, step))
+    assert storage_digest(engine) == storage_digest(other)
+    for each in (engine, other):
+        each.destroy()
+
+
+TOGETHER: dict[str, tuple[dict[str, Any], int]] = {
+    "unmerged": ({"rollout": {"lora": "unmerged"}}, 1),
+    "unmerged, few rows at once": ({"rollout": {"lora": "unmerged", "max_num_seqs": 2}}, 1),
+    "unmerged, drafts": ({"rollout": {"lora": "unmerged", "speculation": {"max_draft": 4}}}, 1),
+    "merged": ({}, 4),
+}
+
+
+@pytest.mark.parametrize("mode", slow_but(["unmerged"], TOGETHER))
+def test_rows_of_several_adapters_are_decoded_together(ranks, mode):
+    ranks.run(check_together, *TOGETHER[mode])
 
 
 def check_ranks_differ(stage: int, blocks: dict[str, Any]) -> None:

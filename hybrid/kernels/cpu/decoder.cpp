@@ -174,7 +174,7 @@ struct Run {
   // A·x of l's unmerged LoRA adapters into `lora_ax`; ends in a barrier if there are any.
   void prepare_lora(const Linear& l, const Rows& x) const {
     if (!l.num_lora_deltas) return;
-    lora_a<T>(l, x, work.lora_ax, thread, threads);
+    lora_a<T>(l, x, batch.adapters, work.lora_ax, thread, threads);
     barrier();
   }
   // All tokens' x, with tiles that the threads make together, where that saves more time than its barrier takes. The memory of
@@ -205,7 +205,7 @@ struct Run {
     const Share mine = share(batch.tokens, outputs(l));
     prepare_lora(l, rows);
     multiply(l, rows, out, mine);
-    add_lora<T>(l, work.lora_ax, batch.tokens, out, mine);
+    add_lora<T>(l, work.lora_ax, batch.adapters, batch.tokens, out, mine);
   }
 
   // The sum of (x - mean)^2.
@@ -341,7 +341,7 @@ struct Run {
     over_tiled_rows<T>(x.part(mine.rows.first, mine.rows.size()), gate_up.inputs, [&](const Rows& rows, int64_t top) {
       over_parts([&](const Share& part) { linear<T>(gate_up, rows, out.at(mine.rows.first + top, 0), part.columns.first, part.columns.last); });
     });
-    over_parts([&](const Share& part) { add_lora<T>(gate_up, work.lora_ax, x.count, out, part); });
+    over_parts([&](const Share& part) { add_lora<T>(gate_up, work.lora_ax, batch.adapters, x.count, out, part); });
     for (int64_t m = mine.rows.first; m < mine.rows.last; m++) {
       activate(y + m * width, mine.columns.first, mine.columns.last, intermediate, bias, slopes);
       arrange(y + m * width + mine.columns.first, mine.columns.size());

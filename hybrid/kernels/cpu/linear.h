@@ -572,27 +572,40 @@ template <typename T> static inline Linear rows_of(const Linear& l, int64_t firs
   return part;
 }
 
-// LoRA A·x into `ax` for every unmerged adapter of l, for this thread's tokens, arranged for `add_lora`. No barrier.
-template <typename T> static void lora_a(const Linear& l, const Rows& x, float* ax, int thread, int threads) {
+// body(part) for each run of rows whose tokens have the delta's adapter.  adapters: as Batch's, of the first row on.
+template <typename Body> static void over_rows_with(const LoraDelta& delta, const int32_t* adapters, Range rows, Body body) {
+  if (delta.adapter < 0) return body(rows);
+  for (int64_t first = rows.first, last; first < rows.last; first = last) {
+    for (last = first + 1; last < rows.last && adapters[last] == adapters[first];) last++;
+    if (adapters[first] == delta.adapter) body(Range{first, last});
+  }
+}
+
+// LoRA A·x into `ax` for every unmerged adapter of l, for this thread's tokens that have it, arranged for `add_lora`. No
+// barrier.
+template <typename T> static void lora_a(const Linear& l, const Rows& x, const int32_t* adapters, float* ax, int thread, int threads) {
   const Range mine = partition(l.num_lora_deltas * x.count, 1, thread, threads);
   for (int64_t i = 0; i < l.num_lora_deltas; i++) {
     const LoraDelta& delta = l.lora_deltas[i];
     const int64_t first = std::max<int64_t>(mine.first - i * x.count, 0), last = std::min(mine.last - i * x.count, x.count);
-    if (first >= last) continue;
-    float* out = ax + delta.offset * x.count + first * delta.rank;
-    columns(Rows{x.row(first), x.stride, last - first}, Matrix<T>{(const T*)delta.a, nullptr, nullptr, l.inputs, 1}, {Output::STORE, out, delta.rank}, 0, delta.rank);
-    for (int64_t m = 0; m < last - first; m++) Reader<T>::Layout::arrange(out + m * delta.rank, delta.rank);
+    over_rows_with(delta, adapters, {first, last}, [&](Range rows) {
+      float* out = ax + delta.offset * x.count + rows.first * delta.rank;
+      columns(Rows{x.row(rows.first), x.stride, rows.size()}, Matrix<T>{(const T*)delta.a, nullptr, nullptr, l.inputs, 1}, {Output::STORE, out, delta.rank}, 0, delta.rank);
+      for (int64_t m = 0; m < rows.size(); m++) Reader<T>::Layout::arrange(out + m * delta.rank, delta.rank);
+    });
   }
 }
 
 // Adds scale · B · ax of every unmerged adapter to a share of y [rows, outputs], in the order of the adapters.
-template <typename T> static void add_lora(const Linear& l, const float* ax, int64_t rows, const Output& y, Share share) {
+template <typename T> static void add_lora(const Linear& l, const float* ax, const int32_t* adapters, int64_t rows, const Output& y, Share share) {
   for (int64_t i = 0; i < l.num_lora_deltas; i++) {
     const LoraDelta& delta = l.lora_deltas[i];
     const int64_t from = std::max<int64_t>(share.columns.first - delta.first, 0), to = std::min(share.columns.last - delta.first, delta.rows);
     const Output out{Output::ADD_LORA, y.data + delta.first, y.stride, float(delta.scale), y.is_partial};
     const Rows all{ax + delta.offset * rows, delta.rank, rows};
-    if (from < to)
-      columns(all.part(share.rows.first, share.rows.size()), Matrix<T>{(const T*)delta.b, nullptr, nullptr, delta.rank, 1}, out.at(share.rows.first, 0), from, to);
+    if (from >= to) continue;
+    over_rows_with(delta, adapters, share.rows, [&](Range part) {
+      columns(all.part(part.first, part.size()), Matrix<T>{(const T*)delta.b, nullptr, nullptr, delta.rank, 1}, out.at(part.first, 0), from, to);
+    });
   }
 }

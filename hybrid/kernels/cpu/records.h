@@ -11,10 +11,11 @@ enum Mixer { NO_MIXER, ATTENTION, LATENT_ATTENTION, GATED_DELTA_NET, MAMBA2, SHO
 enum Scores { SOFTMAX, SOFTMAX_CHOSEN, SIGMOID, SPARSEMIXER, SIGMOID_CHOSEN };  // SCORES in hybrid/decoders/cpu_decoder.py
 
 // An unmerged LoRA adapter: adds scale · B (A x) to outputs [first, first + rows).  a [rank, inputs], b [rows, rank], in
-// the model's dtype.  offset: of A x [tokens, rank] in the buffer of all of them, in floats per token.
+// the model's dtype.  offset: of A x [tokens, rank] in the buffer of all of them, in floats per token.  adapter: of tokens
+// with this number in Batch::adapters; -1: of all tokens.
 struct LoraDelta {
   const void *a, *b;
-  int64_t rank, first, rows, offset;
+  int64_t rank, first, rows, offset, adapter;
   double scale;
 };
 
@@ -147,7 +148,7 @@ struct Decoder {
 struct Batch {
   int64_t tokens, sequences, table_width;
   const int64_t* ids;
-  const int32_t *positions, *cu_seqlens, *block_tables, *state_slots;
+  const int32_t *positions, *cu_seqlens, *block_tables, *state_slots, *adapters;
   void* layer_inputs;              // [num_layers + 1, layer_input_rows, hidden_size] in the model's dtype; null: not written
   int64_t layer_input_rows;
   const int64_t* activation_rows;  // [tokens], in [0, layer_input_rows)
