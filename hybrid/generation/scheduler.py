@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -236,7 +237,8 @@ class Scheduler:
             self.decode()
 
     def grouped(self, sequences: list[Sequence]) -> list[SequenceGroup]:
-        """Return sequences by equal tokens so far."""
+        """Return sequences by equal tokens so far, those of one adapter side by side: kernels compute runs of them."""
+        sequences = sorted(sequences, key=attrgetter("adapter"))
         rows, lengths = [each.row for each in sequences], [each.length for each in sequences]
         return group_by_prompt(sequences, self.buffers.contexts(rows, lengths), self.request.inputs_of)
 
