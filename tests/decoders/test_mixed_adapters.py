@@ -122,8 +122,13 @@ def test_a_token_has_the_bits_of_its_adapter_alone(kind, family, dtype):
             alone[number] = logits(decoder, None)
     assert len({str(rows[0][0].tolist()) for rows in alone.values()}) == 1 + len(MIXED), "adapters do nothing"
     with named.switched(MIXED):
+        decoder.mixed_adapters = ()
+        decoder.bind()
+        together = logits(decoder, None)
         decoder.mixed_adapters = MIXED
         decoder.bind()
+        assert kind is not CudaDecoder or not len(decoder.graphs), "graphs of all adapters together"
+        assert not any(torch.equal(*pair) for pair in zip(together, logits(decoder, ROWS[0]), strict=True))
         for adapters in ROWS[:2] if kind is CudaDecoder else ROWS:
             for count in (1, 3) if kind is CpuDecoder else (1,):
                 with threads(count):

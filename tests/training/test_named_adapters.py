@@ -3,6 +3,8 @@
 import logging
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import peft
@@ -18,6 +20,7 @@ from tests.engines import engine_of, settings, storage_digest, train_step
 from tests.marks import slow_but
 from tests.tiny_models import prompts, tiny_model, twin
 from tests.training.test_changes_in_windows import MODES
+from tests.training.test_speculation import forced
 from tests.training.test_unmerged import with_weights_of
 
 GREEDY = hybrid.SamplingParams(max_new_tokens=4, temperature=0)
@@ -178,7 +181,7 @@ def test_rows_of_one_call_have_different_adapters(ranks, stage, mode):
     ranks.run(check_rows, stage, MODES[mode])
 
 
-def check_together(blocks: dict[str, Any], requests: int) -> None:
+def check_together(blocks: dict[str, Any], requests: int, drafts: bool = False) -> None:
     """Rows of several adapters with one prompt, of more than a block, are `requests` requests, and share nothing that
     an adapter has computed: not in the call, and not with an earlier one. Training goes on with the active adapter."""
     engine = engine_of(with_adapters(tiny_model("llama")), settings(1, **blocks))
@@ -186,7 +189,9 @@ def check_together(blocks: dict[str, Any], requests: int) -> None:
     names = ["bob", "__base__", "alice", "bob", "ref"]
     ids, mask = (each.expand(5, -1) for each in prompts(1, 70, padded=False, seed=dist.get_rank()))
     limits, row_ids = torch.tensor([3, 30, 17, 30, 9]), torch.arange(5) + 7 * dist.get_rank()
-    sampling = hybrid.SamplingParams(max_new_tokens=30, top_k=30, repetition_penalty=1.2, min_new_tokens=2, seed=3)
+    sampling = hybrid.SamplingParams(max_new_tokens=30, top_k=30, seed=3)
+    if not drafts:  # which are of rows without penalties
+        sampling = replace(sampling, repetition_penalty=1.2, min_new_tokens=2)
     opened: list[Any] = []
     window = engine._runtime.window
     unwatched = window.opened
@@ -197,7 +202,9 @@ def check_together(blocks: dict[str, Any], requests: int) -> None:
             for name in set(names)
         }
         opened.clear()
-        batch = engine.rollout(ids, mask, sampling, max_new_tokens=limits, row_ids=row_ids, adapter_names=names)
+        with forced() if drafts else nullcontext():
+            batch = engine.rollout(ids, mask, sampling, max_new_tokens=limits, row_ids=row_ids, adapter_names=names)
+        assert not drafts or engine.stats()["drafted_tokens"] > 0, "nothing is drafted"
         assert len(opened) == requests + (requests == 1 and step == 0), opened  # the first one checks the decoder
         for row, name in enumerate(names):
             assert torch.equal(batch.completion_ids[row], alone[name].completion_ids[row]), (step, row)
@@ -209,10 +216,10 @@ def check_together(blocks: dict[str, Any], requests: int) -> None:
         each.destroy()
 
 
-TOGETHER: dict[str, tuple[dict[str, Any], int]] = {
+TOGETHER: dict[str, tuple] = {
     "unmerged": ({"rollout": {"lora": "unmerged"}}, 1),
     "unmerged, few rows at once": ({"rollout": {"lora": "unmerged", "max_num_seqs": 2}}, 1),
-    "unmerged, drafts": ({"rollout": {"lora": "unmerged", "speculation": {"max_draft": 4}}}, 1),
+    "unmerged, drafts": ({"rollout": {"lora": "unmerged", "speculation": {"max_draft": 4}}}, 1, True),
     "merged": ({}, 4),
 }
 
