@@ -728,13 +728,15 @@ class Server:
 
     def _mix_adapters(self) -> None:
         """Decode the rows of all adapters together, if that can be done, and if the server's own are one or none."""
-        executor, own = self._generator.executor, self._adapters
+        executor, own, names = self._generator.executor, self._adapters, self.adapters
         if isinstance(own, str):
             self._own_adapter = own
         else:
             self._own_adapter = BASE if own is False else executor.window.named.active()
-        if self._own_adapter is not None:
-            self._mixed = executor.mixable_adapters(self.adapters, self.max_model_len)
+        # On devices a product then takes two more kernels, and beside one adapter the base model is seldom asked.
+        is_worth_it = len(names) > 2 or self._generator.device.type == "cpu"
+        if self._own_adapter is not None and is_worth_it:
+            self._mixed = executor.mixable_adapters(names, self.max_model_len)
 
     def _serve_turn(self, put: Callable[[int], None] | None = None) -> None:
         """Serve rows of the turn's adapters until it ends; if it cannot begin, its requests fail alone.

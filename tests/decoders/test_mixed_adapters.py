@@ -16,7 +16,7 @@ from hybrid.decoders.torch_decoder import TorchDecoder
 from hybrid.kernels.cpu_library import cpu_library
 from hybrid.weights.named_adapters import NamedAdapters
 from tests.decoders.test_cpu_decoder import threads
-from tests.decoders.test_cuda_decoder import NEW, PROMPTS, Decoding, eager_capture, sequences
+from tests.decoders.test_cuda_decoder import DEVICE, NEW, PROMPTS, Decoding, eager_capture, sequences
 from tests.decoders.test_torch_decoder import distance
 from tests.decoders.test_unmerged_lora import fused_of
 from tests.kernels import interpreter_bfloat16
@@ -24,8 +24,7 @@ from tests.marks import slow_but
 from tests.tiny_models import tiny_model
 
 interpreter_bfloat16.install()
-if torch.cuda.is_available():
-    pytest.skip("tests/gpu has the tests that need a device", allow_module_level=True)
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 
 MIXED = ("alice", "bob", "ref")
 SETTINGS = {"alice": {"r": 4}, "bob": {"r": 17, "lora_alpha": 9}, "ref": {"r": 2, "use_rslora": True}}
@@ -42,7 +41,7 @@ class Mixed(Decoding):
         batch = super().batch(spans)
         if self.adapters is None:
             return batch
-        own = torch.tensor(self.adapters, dtype=torch.int32)
+        own = torch.tensor(self.adapters, dtype=torch.int32, device=self.device)
         return replace(batch, adapters=own.repeat_interleave(batch.cu_seqlens.diff().long()))
 
 
@@ -67,7 +66,7 @@ def model_of(family: str, dtype: torch.dtype, **settings: int) -> peft.PeftModel
     adapted = peft.get_peft_model(model, configs[first], adapter_name=first, autocast_adapter_dtype=False)
     for name in others:
         adapted.add_adapter(name, configs[name], autocast_adapter_dtype=False)
-    return adapted.to(dtype).eval()
+    return adapted.to(DEVICE, dtype).eval()
 
 
 def decoder_of(kind: type, model: peft.PeftModel) -> tuple[TorchDecoder | CpuDecoder, NamedAdapters]:
@@ -76,7 +75,7 @@ def decoder_of(kind: type, model: peft.PeftModel) -> tuple[TorchDecoder | CpuDec
     weights = DecoderWeights(fused.layout, fused.snapshot, adapters=True)
     library = {"library": cpu_library()} if kind is CpuDecoder else {}
     if kind is CudaDecoder:
-        library = {"max_capture_size": 4, "capture": eager_capture}
+        library = {"max_capture_size": 4} | ({} if DEVICE == "cuda" else {"capture": eager_capture})
     made = kind(
         fused.layout, weights.tensor, next(model.parameters()).dtype, lora_deltas=weights.lora_deltas, **library
     )
@@ -111,6 +110,8 @@ QUICK = [
 @pytest.mark.parametrize(("kind", "family", "dtype"), slow_but(QUICK, CASES))
 def test_a_token_has_the_bits_of_its_adapter_alone(kind, family, dtype):
     """Also in graphs, of which none outlives a change between one adapter and several."""
+    if DEVICE == "cuda" and kind is CpuDecoder:
+        pytest.skip("the model is on the GPU")
     layers = {"n_layer" if family == "bloom" else "num_hidden_layers": 1} if kind is CudaDecoder else {}
     model = model_of(family, dtype, **layers)
     decoder, named = decoder_of(kind, model)
