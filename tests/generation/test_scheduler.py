@@ -47,6 +47,7 @@ class PagedMock:
     device = torch.device("cpu")
     vocabulary = group = None
     samples_in_kernel = samples_with_penalties = False
+    mixed_adapters = ()
     prefill_tokens = context_block = 2048
     spec = SimpleNamespace(vocab_size=VOCABULARY, max_positions=None)
 
