@@ -305,6 +305,8 @@ class CpuDecoder(WholeDecoder):
         return hidden
 
     def _batch_record(self, batch: PackedBatch) -> ctypes.Structure:
+        runs_layers = len(batch.cu_seqlens) > 0
+        assert not (runs_layers and self.mixed_adapters) or batch.adapters is not None, "tokens name adapters"
         return kernels.Batch(
             tokens=len(batch.ids),
             sequences=len(batch.lengths),

@@ -282,12 +282,8 @@ class FusedModel:
         if (bound.key, bound.source) != (key, source):
             bound.decoder.bind()
             bound.key, bound.source = key, source
-        variant = (
-            type(self.snapshot).__name__,
-            state.adapters,
-            mixed,
-            bound.key,
-        )  # weights that have moved may be others
+        # Weights that have moved may be others.
+        variant = type(self.snapshot).__name__, state.adapters, mixed, bound.key
         bound.decoder.kv_weights = KVWeights((state.loads, state.steps), variant)
         return bound.decoder
 
