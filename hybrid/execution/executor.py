@@ -33,8 +33,10 @@ from hybrid.runtime.profiling import Phase
 from hybrid.runtime.waiting import waiting_to
 from hybrid.weights.model_weights import adapters_text
 from hybrid.weights.module_dicts import patched_attribute
-from hybrid.weights.named_adapters import BASE, Adapters
+from hybrid.weights.named_adapters import BASE, Adapters, RowNames, adapters_of
 from hybrid.weights.weight_swap import InferenceWindow
+
+TURNS = "__turns__"  # among the names that ranks exchange: a rank's rows are decoded adapter by adapter
 
 
 class Executor:
@@ -65,11 +67,9 @@ class Executor:
         self.has_begun = False  # the current call has reached the exchange, or the refresh, of its request
 
     @contextmanager
-    def call(self, adapters: Adapters | tuple[str, ...] | None = None) -> Iterator[None]:
-        """Wrap a user's call of at most one request. If it raises before, this rank joins the others' collectives.
-
-        adapters: a tuple for a call with a name for each row, of one request for each adapter.
-        """
+    def call(self, adapters: Adapters | RowNames | None = None) -> Iterator[None]:
+        """Wrap a user's call of at most one request, or of those of `in_turn`. If it raises before, this rank joins the
+        others' collectives."""
         if self.inside:
             yield
             return
@@ -78,7 +78,7 @@ class Executor:
             yield
         except BaseException as error:
             if not self.has_begun and not INTERRUPTS.forced:
-                self._join_others(adapters if isinstance(adapters, tuple) else self.window.resolved(adapters), error)
+                self._join_others(self.window.resolved(adapters), error)
                 self.has_begun = True  # not once more, if this call is part of another
             raise
 
@@ -87,11 +87,25 @@ class Executor:
         """Whether other ranks must make the same calls, if these name adapters."""
         return self.window.is_collective
 
-    def in_turn(self, names: Sequence[str]) -> list[str]:
-        """Return the adapters that the rows of this rank's call, and of calls that other ranks must make with it, name:
-        the requests of the call, in their order. A collective if `is_shared`."""
-        self.has_begun, own = True, tuple(sorted(set(names)))
-        return list(self.window.agree_on(own) or ()) if self.window.is_collective else list(own)
+    def in_turn(self, names: Iterable[str], tokens: int | None = None) -> list[tuple[str, ...]]:
+        """Return the requests of a call whose rows name adapters, and of the calls that other ranks must make with it,
+        in their order: the adapters of each. A collective if `is_shared`.
+
+        tokens: of the longest row; None: each adapter is a request of its own.
+        """
+        self.has_begun = True
+        local: tuple[str, ...] = tuple(sorted(set(names)))
+        if tokens is None or not self._decodes_fused(tokens):
+            local += (TURNS,)
+        agreed = self.window.agree_on(local) if self.window.is_collective else local
+        return self._requests_of(agreed or ())
+
+    def _requests_of(self, names: Iterable[str]) -> list[tuple[str, ...]]:
+        """Return the requests of calls whose rows name these adapters, and TURNS if a rank's cannot be mixed."""
+        adapters = tuple(name for name in names if name != TURNS)
+        if TURNS not in names and self._can_mix(adapters):
+            return [adapters]
+        return [(name,) for name in adapters]
 
     @contextmanager
     def block(self, adapters: Adapters | None = None) -> Iterator[None]:
@@ -132,24 +146,28 @@ class Executor:
 
     def mixable_adapters(self, names: Iterable[str], tokens: int) -> tuple[str, ...]:
         """Return these adapters, but "__base__", if one request can decode the rows of all, of up to `tokens` tokens.
-        Empty if it cannot: then each adapter is a request of its own.
+        Empty if it cannot, and where ranks gather or compute together."""
+        requests = [] if self.is_shared else self.in_turn(names, tokens)
+        return tuple(name for name in requests[0] if name != BASE) if len(requests) == 1 else ()
 
-        The self-check runs first, which compares a window of one adapter. Ranks that gather or compute together would
-        have to agree on it.
-        """
-        mixed, fused = tuple(sorted(set(names) - {BASE})), self.fused_for(decodes=True)
-        if self.is_shared or self.inside or len(set(names)) < 2:
-            return ()
-        if any(isinstance(module, AuxiliaryTrainingWrapper) for module in self.window.named.modules):
-            return ()
-        if fused.fallback_reason_now(tokens):
-            return ()
-        with self.window.naming(mixed):
-            can_mix = fused.can_mix_adapters()
-        if can_mix and fused.needs_check():
-            with self.request(None, tokens, decodes=True) as decoder:
-                can_mix = decoder is not None
-        return mixed if can_mix else ()
+    def _can_mix(self, names: Sequence[str]) -> bool:
+        """Whether one request may decode rows of these adapters. All ranks of a model answer alike."""
+        trained_copies = any(isinstance(module, AuxiliaryTrainingWrapper) for module in self.window.named.modules)
+        if len(names) < 2 or trained_copies:
+            return False
+        with self.window.naming(tuple(name for name in names if name != BASE)):
+            return self.fused_for(decodes=True).can_mix_adapters()
+
+    def _decodes_fused(self, tokens: int) -> bool:
+        """Whether the decoder has passed its self-check, which compares a window of one adapter, and rows of up to
+        `tokens` tokens run fused. Runs the self-check, unless other ranks would have to open its window too."""
+        fused = self.fused_for(decodes=True)
+        if self.inside or fused.fallback_reason_now(tokens):
+            return False
+        if fused.needs_check() and not self.is_shared:
+            with self.request(None, tokens, decodes=True):
+                pass
+        return not fused.needs_check() and not fused.fallback_reason_now(tokens)
 
     def _require_outermost(self) -> None:
         """Raise NotImplementedError inside a request: another one would overwrite its KV cache."""
@@ -194,8 +212,12 @@ class Executor:
         INTERRUPTS.raise_pending()
         return forward()
 
-    def _join_others(self, adapters: Adapters | tuple[str, ...], error: BaseException) -> None:
-        self.window.join_refresh(adapters)
+    def _join_others(self, adapters: Adapters | RowNames, error: BaseException) -> None:
+        if not isinstance(adapters, RowNames):
+            self.window.join_refresh(adapters)
+        elif self.window.is_collective:
+            for names in self._requests_of(self.window.agree_on(None) or ()):
+                self.window.join_refresh(self.window.resolved(adapters_of(names)))
 
 
 @dataclass(frozen=True)
@@ -301,11 +323,11 @@ class GroupExecutor(Executor):
         self.decoder: AnyDecoder | None = None  # of the running request
         self.lost = False  # a rank has ended: no further exchange is possible
 
-    def in_turn(self, names: Sequence[str]) -> list[str]:
+    def in_turn(self, names: Iterable[str], tokens: int | None = None) -> list[tuple[str, ...]]:
         self.has_begun = True
         headers = self._exchange(self._header("names", names=tuple(names), refusal=self.window.refusal()))
         self._require_same(headers)
-        return names_of(headers)
+        return [(name,) for name in names_of(headers)]
 
     @contextmanager
     def block(self, adapters: Adapters | None = None) -> Iterator[None]:
@@ -392,7 +414,7 @@ class GroupExecutor(Executor):
             )
         return self.native_forwards.run(module, forward)  # type: ignore[union-attr]  # a ModuleExchange's do not call this
 
-    def _join_others(self, adapters: Adapters | tuple[str, ...], error: BaseException) -> None:
+    def _join_others(self, adapters: Adapters | RowNames, error: BaseException) -> None:
         """Join the other ranks' request, or their requests for several adapters, with dummy steps after this rank's own
         has failed."""
         if not self.lost:

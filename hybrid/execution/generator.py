@@ -75,7 +75,7 @@ from hybrid.runtime.parallel import InferenceGroup, own_row_ids
 from hybrid.runtime.profiling import ModelTimes, Profiler
 from hybrid.sampling.params import COUNT, SamplingParams, end_token_ids, pad_token_id
 from hybrid.sampling.sampler import Seeds, stream_keys, wrapped
-from hybrid.weights.named_adapters import BASE, Adapters, chosen_adapters, require_name_for_each
+from hybrid.weights.named_adapters import BASE, Adapters, adapters_of, require_name_for_each
 
 WITH_INPUTS = "model_inputs given, such as images (fused takes token ids)"
 IN_OWN_LAYERS = "prompts with images run in the model's own layers"
@@ -396,33 +396,40 @@ class Generator(WorkerState):
         prompts = 0 if request.is_dummy else int(request.groups.max()) + 1
         require_name_for_each(adapter_names, prompts, "prompt_ids")
         of_rows = [] if request.is_dummy else [adapter_names[group] for group in request.groups.tolist()]
-        if not request.model_inputs and (mixed := self.executor.mixable_adapters(of_rows, request.longest)):
-            return self.rollout(replace(request, adapters=numbers_of(of_rows, mixed)), mixed)
         dummy = replace(request.select([0]), limits=torch.ones_like(request.limits[:1]), on_rows=None, is_dummy=True)
 
         def roll_out(adapters: Adapters | None, rows: list[int]) -> RolloutBatch:
+            names, mixed = [of_rows[row] for row in rows], adapters if isinstance(adapters, tuple) else ()
             if not rows:
-                return self.rollout(dummy, adapters)
+                return self.rollout(replace(dummy, adapters=[NO_ADAPTER] if mixed else []), adapters)
             on_rows = request.on_rows
             report = None if on_rows is None else lambda batch: on_rows(batch.renumbered(rows))
-            return self.rollout(replace(request.select(rows), on_rows=report), adapters).renumbered(rows)
+            numbers = numbers_of(names, mixed) if mixed else []
+            here = replace(request.select(rows), on_rows=report, adapters=numbers)
+            return self.rollout(here, adapters).renumbered(rows)
 
-        batches = self._by_adapter(roll_out, of_rows)
+        batches = self._by_adapter(roll_out, of_rows, None if request.model_inputs else request.longest)
         timings = {name: sum(batch.timings[name] for batch in batches) for name in ROLLOUT_TIMINGS}
         whole = RolloutBatch.cat([batch for batch in batches if len(batch.prompt_ids)] or batches, request.pad_token_id)
         assert whole.row_index is not None, "`rollout` has set it"
         return replace(whole.select_rows(whole.row_index.argsort().tolist()), timings=timings)
 
-    def _by_adapter(self, call: Callable[[Adapters | None, list[int]], Result], of_rows: Sequence[str]) -> list[Result]:
-        """Make one call for each adapter that rows of any rank name, with this rank's rows of it; return the results.
+    def _by_adapter(
+        self,
+        call: Callable[[Adapters | None, list[int]], Result],
+        of_rows: Sequence[str],
+        tokens: int | None = None,
+    ) -> list[Result]:
+        """Make one call for each adapter that rows of any rank name, or for all, with this rank's rows of it.
+        Return the results.
 
+        tokens: as for `Executor.in_turn`.
         After an error this rank makes the remaining calls without rows, if other ranks make them too.
         """
         results, error = [], None
-        names: list[str | None] = [*self.executor.in_turn(of_rows)]
-        for name in names or [None]:
-            rows = [row for row, of_row in enumerate(of_rows) if of_row == name and error is None]
-            adapters = chosen_adapters(None, name)
+        for names in self.executor.in_turn(of_rows, tokens) or [()]:
+            rows = [row for row, of_row in enumerate(of_rows) if of_row in names and error is None]
+            adapters = adapters_of(names)
             try:
                 with self.executor.call(adapters):
                     results.append(call(adapters, rows))

@@ -63,7 +63,7 @@ from hybrid.weights.export import save_pretrained
 from hybrid.weights.gather import partition_groups
 from hybrid.weights.host_tensors import tensors_in
 from hybrid.weights.module_dicts import ModuleTree
-from hybrid.weights.named_adapters import chosen_adapters
+from hybrid.weights.named_adapters import RowNames, chosen_adapters
 from hybrid.weights.offload import TrainingStates, require_movable_optimizer, scratch
 
 
@@ -288,7 +288,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         self, adapters: bool | None, adapter: str | None = None, adapter_names: Sequence[str] | None = None
     ) -> Iterator[None]:
         """Run a user's call, in eval mode. If it fails, this rank still joins the other ranks' collectives."""
-        chosen = chosen_adapters(adapters, adapter) if adapter_names is None else tuple(adapter_names)
+        chosen = chosen_adapters(adapters, adapter) if adapter_names is None else RowNames(adapter_names)
         with self.call_lock.call(), self._eval_mode(), autocast_if_enabled(self), self._runtime.executor.call(chosen):
             self._runtime.window.named.require_given(adapters, adapter, adapter_names)
             yield
@@ -700,9 +700,9 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
                 those of one adapter: a call for another one merges again, which is logged once; with `rollout.lora:
                 unmerged` it does not. Under ZeRO-3, and where ranks compute together, every rank must name the same.
             adapter_names: PEFT's argument for mixed batches: such a name for each row of `prompt_ids`. With
-                `rollout.lora: unmerged` rows of all adapters are decoded together. With merged adapters, int8, ZeRO-3
-                and where ranks compute together they are decoded adapter by adapter. A row's tokens are those of a call
-                for its adapter. Ranks' names may differ.
+                `rollout.lora: unmerged` rows of all adapters are decoded together. With merged adapters, int8 and where
+                ranks compute together they are decoded adapter by adapter. A row's tokens are those of a call for its
+                adapter. Ranks' names may differ.
 
         Raises:
             TypeError: for prompts, row ids, limits or an environment of a wrong type.

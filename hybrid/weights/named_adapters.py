@@ -19,6 +19,10 @@ UNSWITCHABLE = (PeftType.XLORA, PeftType.SHADOW)
 Adapters = bool | str | tuple[str, ...]
 
 
+class RowNames(tuple[str, ...]):
+    """The adapters that a call's rows name: of one request for all of them, or of one each."""
+
+
 class NamedAdapters:
     """A model's adapters by their names in PEFT.
 
@@ -127,6 +131,13 @@ def flags_of(module: Any, names: Sequence[str]) -> list[Replacement]:
 def chosen_adapters(adapters: bool | None, adapter: str | None) -> Adapters | None:
     """Return the adapters that a call's arguments give."""
     return False if adapter == BASE else adapters if adapter is None else adapter
+
+
+def adapters_of(names: Sequence[str]) -> Adapters | None:
+    """Return the adapters of a request whose rows name these; None without names."""
+    if len(names) < 2:
+        return chosen_adapters(None, names[0] if names else None)
+    return tuple(name for name in names if name != BASE)
 
 
 def require_name_for_each(adapter_names: Sequence[str], rows: int, of: str) -> None:

@@ -36,7 +36,7 @@ from hybrid.weights.module_dicts import (
     restore,
     set_items,
 )
-from hybrid.weights.named_adapters import BASE, UNSWITCHABLE, Adapters, NamedAdapters
+from hybrid.weights.named_adapters import UNSWITCHABLE, Adapters, NamedAdapters
 from hybrid.weights.offload import TrainingStates
 from hybrid.weights.snapshot import Snapshot
 from hybrid.weights.watch import WeightWatch
@@ -316,10 +316,10 @@ class InferenceWindow:
         del self.replaced[first:]
         self._swap_in(adapters, self.swapped is not None)
 
-    def _exchanges_names(self, adapters: Adapters | tuple[str, ...]) -> bool:
-        """Whether opening a window of a named adapter, or a call that names several, is a collective even if no copy is
-        stale: ranks that name different ones would gather different weights."""
-        return self.is_collective and not isinstance(adapters, bool) and self.adapters[-1:] != [adapters]
+    def _exchanges_names(self, adapters: Adapters) -> bool:
+        """Whether opening a window of a named adapter is a collective even if no copy is stale: ranks that name
+        different ones would gather different weights. On several adapters ranks have agreed before."""
+        return self.is_collective and isinstance(adapters, str) and self.adapters[-1:] != [adapters]
 
     @waiting_to("agree on the adapters")
     def agree_on(self, own: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
@@ -352,20 +352,13 @@ class InferenceWindow:
             self._gather(adapters)
 
     @waiting_to("refresh weights")
-    def join_refresh(self, adapters: Adapters | tuple[str, ...]) -> None:
-        """Join the gather if another rank refreshes; for a request that failed before its window opened.
-
-        adapters: of the request; a tuple for one with a name for each row.
-        """
+    def join_refresh(self, adapters: Adapters) -> None:
+        """Join the gather if another rank refreshes; for a request that failed before its window opened."""
         if self._exchanges_names(adapters):
             agreed = self.agree_on(None)
             if agreed is None:
                 return
             adapters = agreed
-        if isinstance(adapters, tuple):
-            for name in adapters:
-                self.join_refresh(False if name == BASE else name)
-            return
         with lost_rank_reported("gathering the weights"), self.naming(adapters):
             if self._must_gather(adapters) and self._any_refreshes(adapters, False):
                 self._gather(adapters)
