@@ -11,7 +11,7 @@ from hybrid.runtime.huge_pages import request_huge_pages
 
 BLOCK_SIZE = 32  # tokens in a block of the KV cache
 PREFILL_TOKENS = 2048  # prompt tokens in one forward; bounds the memory of activations
-NO_ADAPTER = -1
+NO_ADAPTER = -1  # in `PackedBatch.adapters`: the base model
 UPLOAD_ALIGNMENT = 16  # bytes: Triton compiles a kernel again for pointers that are not divisible by 16
 States = dict[int, tuple[torch.Tensor, ...]]  # as `PagedKV.states`
 
@@ -183,14 +183,13 @@ def packed(
     blocks: list[list[int]],
     device: torch.device,
     state_slots: list[int] | None = None,
-    adapters: list[int] | None = None,
 ) -> PackedBatch:
     """Return a batch of pieces of sequences on a device.
 
     pieces: int64 [n] each, on the host.  begins: position of each piece's first token in its sequence.
-    blocks, state_slots, adapters: of each sequence.
+    blocks, state_slots: of each sequence.
     """
-    return uploaded([packed_on_host(pieces, begins, blocks, state_slots, adapters)], device)[0]
+    return uploaded([packed_on_host(pieces, begins, blocks, state_slots)], device)[0]
 
 
 def packed_on_host(
@@ -200,7 +199,7 @@ def packed_on_host(
     state_slots: list[int] | None = None,
     adapters: list[int] | None = None,
 ) -> PackedBatch:
-    """Return `packed` on the host."""
+    """Return `packed` on the host.  adapters: of each sequence, as `PackedBatch.adapters`."""
     sizes = torch.tensor([len(piece) for piece in pieces])
     begin = torch.tensor(begins)
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])

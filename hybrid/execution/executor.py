@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peft.utils.other import AuxiliaryTrainingWrapper
 
 from hybrid.decoders.fused_model import AnyDecoder, FusedModel
 from hybrid.decoders.streamed_decoder import StreamedDecoder
@@ -33,7 +32,7 @@ from hybrid.runtime.profiling import Phase
 from hybrid.runtime.waiting import waiting_to
 from hybrid.weights.model_weights import adapters_text
 from hybrid.weights.module_dicts import patched_attribute
-from hybrid.weights.named_adapters import BASE, Adapters, RowNames, adapters_of
+from hybrid.weights.named_adapters import Adapters, RowNames, adapters_of
 from hybrid.weights.weight_swap import InferenceWindow
 
 TURNS = "__turns__"  # among the names that ranks exchange: a rank's rows are decoded adapter by adapter
@@ -148,14 +147,15 @@ class Executor:
         """Return these adapters, but "__base__", if one request can decode the rows of all, of up to `tokens` tokens.
         Empty if it cannot, and where ranks gather or compute together."""
         requests = [] if self.is_shared else self.in_turn(names, tokens)
-        return tuple(name for name in requests[0] if name != BASE) if len(requests) == 1 else ()
+        adapters = adapters_of(requests[0]) if len(requests) == 1 else None
+        return adapters if isinstance(adapters, tuple) else ()
 
     def _can_mix(self, names: Sequence[str]) -> bool:
         """Whether one request may decode rows of these adapters. All ranks of a model answer alike."""
-        trained_copies = any(isinstance(module, AuxiliaryTrainingWrapper) for module in self.window.named.modules)
-        if len(names) < 2 or trained_copies:
+        mixed = adapters_of(names)
+        if not isinstance(mixed, tuple) or self.window.named.has_module_copies():
             return False
-        with self.window.naming(tuple(name for name in names if name != BASE)):
+        with self.window.naming(mixed):
             return self.fused_for(decodes=True).can_mix_adapters()
 
     def _decodes_fused(self, tokens: int) -> bool:
@@ -167,7 +167,7 @@ class Executor:
         if fused.needs_check() and not self.is_shared:
             with self.request(None, tokens, decodes=True):
                 pass
-        return not fused.needs_check() and not fused.fallback_reason_now(tokens)
+        return not fused.needs_check()
 
     def _require_outermost(self) -> None:
         """Raise NotImplementedError inside a request: another one would overwrite its KV cache."""

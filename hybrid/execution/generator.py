@@ -86,9 +86,9 @@ ROLLOUT_TIMINGS = ("gather_s", "merge_s", "prefill_s", "decode_s", "environment_
 Result = TypeVar("Result")
 
 
-def numbers_of(names: Sequence[str], mixed: tuple[str, ...]) -> list[int]:
-    """Return `PackedBatch.adapters` of rows with adapters of these names."""
-    return [NO_ADAPTER if name == BASE else mixed.index(name) for name in names]
+def adapter_number(name: str, mixed: tuple[str, ...]) -> int:
+    """Return the number of a row's adapter in a request of several, as `PackedBatch.adapters`."""
+    return NO_ADAPTER if name == BASE else mixed.index(name)
 
 
 class Generator(WorkerState):
@@ -399,12 +399,12 @@ class Generator(WorkerState):
         dummy = replace(request.select([0]), limits=torch.ones_like(request.limits[:1]), on_rows=None, is_dummy=True)
 
         def roll_out(adapters: Adapters | None, rows: list[int]) -> RolloutBatch:
-            names, mixed = [of_rows[row] for row in rows], adapters if isinstance(adapters, tuple) else ()
             if not rows:
-                return self.rollout(replace(dummy, adapters=[NO_ADAPTER] if mixed else []), adapters)
+                return self.rollout(dummy, adapters)
             on_rows = request.on_rows
             report = None if on_rows is None else lambda batch: on_rows(batch.renumbered(rows))
-            numbers = numbers_of(names, mixed) if mixed else []
+            mixed = adapters if isinstance(adapters, tuple) else ()
+            numbers = [adapter_number(of_rows[row], mixed) for row in rows] if mixed else []
             here = replace(request.select(rows), on_rows=report, adapters=numbers)
             return self.rollout(here, adapters).renumbered(rows)
 

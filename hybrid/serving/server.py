@@ -15,7 +15,7 @@ import torch
 
 from hybrid.decoders.batch import NO_ADAPTER
 from hybrid.environments.stepping import id_list, require_in_vocabulary
-from hybrid.execution.generator import Generator, numbers_of
+from hybrid.execution.generator import Generator, adapter_number
 from hybrid.execution.stream import Stream
 from hybrid.generation.scoring import Scores
 from hybrid.generation.serving_scheduler import Arrivals, IncomingRow, Piece
@@ -403,7 +403,7 @@ class Server:
         self._stream: Stream[int] | None = None
         self._seed = 0
         self._mixed: tuple[str, ...] = ()  # adapters whose rows are decoded together; (): they take turns
-        self._own_adapter: str | None = None  # the name of `_adapters`, if these are one or none
+        self._own_adapter = BASE  # the name of `_adapters`, where rows are decoded together
 
     @property
     def adapters(self) -> list[str]:
@@ -598,10 +598,9 @@ class Server:
         number = (int, lambda value: -INT64 <= value < INT64, "an integer of 64 bits")
         priority = checked_number("priority", priority, *number)
         self._require_tokens(prompt, prefix, params.max_new_tokens if top_logprobs is None else 0)
-        bias, adapters, number_of_adapter = self._checked_bias(logit_bias), self._adapters_of(adapter), NO_ADAPTER
+        bias, adapters, adapter_index = self._checked_bias(logit_bias), self._adapters_of(adapter), NO_ADAPTER
         if self._mixed:
-            (number_of_adapter,) = numbers_of([adapter or self._own_adapter or BASE], self._mixed)
-            adapters = None
+            adapters, adapter_index = None, adapter_number(adapter or self._own_adapter, self._mixed)
         stop_token_ids = tuple(end_token_ids(self._generator.model, params.stop_token_ids))
         of_seed = 0 if row_id is None else checked_number("row_id", row_id, *number)
         least = params.min_new_tokens and len(prefix) + params.min_new_tokens
@@ -625,7 +624,7 @@ class Server:
                     client=client,
                     streams=on_chunk is not None,
                     top_logprobs=top_logprobs,
-                    adapter=number_of_adapter,
+                    adapter=adapter_index,
                 )
                 for number, key in zip(numbers, keys, strict=True)
             ]
@@ -728,15 +727,13 @@ class Server:
 
     def _mix_adapters(self) -> None:
         """Decode the rows of all adapters together, if that can be done, and if the server's own are one or none."""
-        executor, own, names = self._generator.executor, self._adapters, self.adapters
-        if isinstance(own, str):
-            self._own_adapter = own
-        else:
-            self._own_adapter = BASE if own is False else executor.window.named.active()
-        # On devices a product then takes two more kernels, and beside one adapter the base model is seldom asked.
+        executor, names, own = self._generator.executor, self.adapters, self._adapters
+        if not isinstance(own, str):
+            own = BASE if own is False else executor.window.named.active()
+        # On GPUs mixing adds two kernel launches to each LoRA product: not for a single adapter and the base model.
         is_worth_it = len(names) > 2 or self._generator.device.type == "cpu"
-        if self._own_adapter is not None and is_worth_it:
-            self._mixed = executor.mixable_adapters(names, self.max_model_len)
+        if own is not None and is_worth_it:
+            self._own_adapter, self._mixed = own, executor.mixable_adapters(names, self.max_model_len)
 
     def _serve_turn(self, put: Callable[[int], None] | None = None) -> None:
         """Serve rows of the turn's adapters until it ends; if it cannot begin, its requests fail alone.

@@ -238,7 +238,7 @@ class PeftEmbedding(PeftAdapted):
 
     def active_params(self) -> list[AdapterParams]:
         a, b, scaling = self.wrapper.lora_embedding_A, self.wrapper.lora_embedding_B, self.wrapper.scaling
-        return [AdapterParams(b[n], a[n], scaling[n], magnitude=self.magnitude(n)) for n in self.active()]
+        return [AdapterParams(b[n], a[n], scaling[n], None, self.magnitude(n), n) for n in self.active()]
 
     def merge(self, base: dict[str, torch.Tensor], into: dict[str, torch.Tensor], whole: Whole = itself) -> None:
         # Transposed: DoRA's norms are over the vocabulary.
@@ -262,7 +262,7 @@ class PeftExperts(PeftAdapted):
 
     def active_params(self) -> list[AdapterParams]:
         return [
-            AdapterParams(wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, wrapper.scaling[name])
+            AdapterParams(wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, wrapper.scaling[name], adapter=name)
             for wrapper in self.wrappers()
             for name in self.active()
         ]

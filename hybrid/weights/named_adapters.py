@@ -39,6 +39,10 @@ class NamedAdapters:
         """Return the names of all adapters."""
         return sorted({*self.configs, *(name for module in self.modules for name in adapters_at(module))})
 
+    def has_module_copies(self) -> bool:
+        """Whether adapters have copies of whole modules (PEFT's `modules_to_save`) or of an embedding's rows."""
+        return any(isinstance(module, AuxiliaryTrainingWrapper) for module in self.modules)
+
     def require(self, name: Any) -> None:
         """Raise TypeError if `name` is no string, ValueError if no adapter has it, NotImplementedError if its method
         cannot be switched, RuntimeError if PEFT has merged adapters into the training weights."""

@@ -155,7 +155,7 @@ CANNOT = {
 
 @pytest.mark.parametrize("what", ["latent attention", *CANNOT])
 def test_adapters_that_a_row_cannot_choose_are_not_mixed(what):
-    """What is not a product of one token in a layer, or is merged."""
+    """Adapters of the head and of absorbed projections, and those that are merged, are decoded one at a time."""
     family = "deepseek_v3" if what == "latent attention" else "llama"
     given = CANNOT.get(what, {"target_modules": ["kv_b_proj"]})
     model = peft.get_peft_model(tiny_model(family), peft.LoraConfig(**given), adapter_name="alice")

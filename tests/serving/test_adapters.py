@@ -133,35 +133,35 @@ def test_no_adapter_keeps_another_waiting(engine, slowly, short_turns):  # noqa:
     assert between <= 6, "rows that were running, and rows that arrived meanwhile"
 
 
-def check_beside() -> None:
+def check_together() -> None:
     """Unmerged rows of all adapters run at once: none waits for another one's, and scores name adapters too."""
     engine = engine_of(with_adapters(tiny_model("llama")), settings(1, rollout={"lora": "unmerged"}))
     server_module.TURN_S, turn_s = 1000.0, server_module.TURN_S
     try:
         with engine.serve(max_num_seqs=4) as server:
             running = server.submit(PROMPT, replace(LONG, max_new_tokens=300, min_new_tokens=300), adapter="bob")
-            beside = {name: server.submit(PROMPT, SHORT, adapter=name) for name in NAMES}
-            made = {name: values(future.result(60)) for name, future in beside.items()}
+            futures = {name: server.submit(PROMPT, SHORT, adapter=name) for name in NAMES}
+            completions = {name: values(future.result(60)) for name, future in futures.items()}
             scores = {name: asyncio.run(server.score(PROMPT, adapter=name)).logps for name in NAMES}
             assert not running.done(), "rows of other adapters had to wait"
             long = values(running.result(60))
-        assert made[None] == made["alice"], "the active one"
+        assert completions[None] == completions["alice"], "the active one"
         for name in NAMES:
             more = {} if name is None else {"adapter": name}
             ids = torch.tensor([PROMPT])
             expected = engine.score(ids, torch.ones_like(ids), **more).per_token_logps[0]
             assert scores[name] == expected.tolist(), name
             with engine.serve(**more) as server:
-                assert values(server.generate_sync(PROMPT, SHORT)) == made[name], name
+                assert values(server.generate_sync(PROMPT, SHORT)) == completions[name], name
         with engine.serve(adapter="bob") as server:
             assert values(server.generate_sync(PROMPT, replace(LONG, max_new_tokens=300, min_new_tokens=300))) == long
-            assert values(server.generate_sync(PROMPT, SHORT)) == made["bob"], "the server's own"
+            assert values(server.generate_sync(PROMPT, SHORT)) == completions["bob"], "the server's own"
     finally:
         server_module.TURN_S = turn_s
 
 
 def test_unmerged_rows_of_all_adapters_run_together(ranks):
-    ranks.run(check_beside)
+    ranks.run(check_together)
 
 
 def test_a_request_that_waits_for_its_turn_can_be_aborted(engine, slowly):  # noqa: F811
