@@ -3,8 +3,6 @@
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import peft
@@ -20,7 +18,9 @@ from transformers import (
     AutoModelForSequenceClassification,
     GenerationConfig,
 )
+from typer.testing import CliRunner
 
+from hybrid.__main__ import app
 from hybrid.config import HybridEngineConfig, RolloutConfig
 from hybrid.training.builder import Builder
 from hybrid.training.memory_plan import MemoryPlanner
@@ -282,12 +282,11 @@ def test_recipes_of_models_say_what_was_planned_and_run(name):
     assert "Not this model." in (CONFIGS / f"{name}.yaml").read_text()
 
 
-@pytest.mark.parametrize("name", slow_but((), PLANNED))
+@pytest.mark.parametrize("name", PLANNED)
 def test_figures_of_recipes_of_models_are_those_of_the_plan(name, tmp_path):
     kind, sizes, more = PLANNED[name]
     AutoConfig.for_model(kind, **dict(zip(SIZE_NAMES, sizes, strict=False)), **more).save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "hybrid", "plan", str(tmp_path), *plan_flags(name).split()]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    printed = CliRunner().invoke(app, ["plan", str(tmp_path), *plan_flags(name).split()], catch_exceptions=False).stdout
     expected = {" ".join(line.removesuffix("in use").split()) for line in printed.splitlines()}
     text = (CONFIGS / f"{name}.yaml").read_text()
     figures = [" ".join(line.strip("# ").split()) for line in text.splitlines() if re.search(r"\d\.\d +\d+\.\d", line)]
