@@ -18,7 +18,8 @@ GPU_PACKAGES = .gpu-packages
 GPU = PYTHONPATH=$(CURDIR)/$(GPU_PACKAGES):$(CURDIR):$$PYTHONPATH env -u DS_ACCELERATOR $(PYTHON)
 GPU_TESTS = tests/gpu tests/decoders/test_batch_invariant.py tests/decoders/test_cuda_decoder.py tests/decoders/test_cuda_recurrent.py \
 	tests/decoders/test_int8_copy.py tests/decoders/test_mixed_adapters.py tests/kernels/test_triton.py tests/kernels/test_triton_int8.py \
-	tests/kernels/test_triton_latent.py tests/kernels/test_triton_recurrent.py tests/kernels/test_triton_sampling.py
+	tests/kernels/test_triton_latent.py tests/kernels/test_triton_recurrent.py tests/kernels/test_triton_sampling.py \
+	tests/kernels/test_triton_scoring.py
 MINUTES = 8
 OUT =
 GPU_FLAGS =

@@ -42,8 +42,9 @@ def logit_rows(decoder: WholeDecoder | None, rows: int, tokens: int) -> int:
     """Return the rows of logits that exist at once, temporaries counted: in a decode step (`rows` sequences) or in
     scoring.
 
-    Kernels sample without a copy, and the CPU's also score so; torch's operations make temporaries of the same size.
+    Kernels sample and score without a copy, torch's operations make temporaries of the same size. The head makes one
+    more on a GPU, where its logits are converted to float32, and so do the most probable tokens of scored prompts.
     """
     for_decoding = 3 if decoder is not None and decoder.samples_in_kernel else 5
-    for_scoring = 1 if isinstance(decoder, CpuDecoder) else 5
+    for_scoring = 1 if isinstance(decoder, CpuDecoder) else for_decoding
     return max(for_decoding * rows, for_scoring * min(rows * tokens, LOGIT_ROWS))

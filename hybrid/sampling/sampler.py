@@ -133,6 +133,11 @@ class SamplerOutput:
         return torch.stack([getattr(self, name) for name in PER_TOKEN])
 
 
+def runs_triton(logits: torch.Tensor) -> bool:
+    """Whether Triton's kernels read these logits."""
+    return logits.is_cuda and has_triton()
+
+
 def sample_tokens(
     logits: torch.Tensor,
     keys: torch.Tensor,
@@ -158,7 +163,7 @@ def sample_tokens(
     assert not processed, "repetition_penalty and min_new_tokens need the row's tokens"
     if vocabulary is not None:
         return sample_sharded(logits, keys, positions, params, vocabulary, values)
-    if values is not None or (logits.is_cuda and has_triton()):
+    if values is not None or runs_triton(logits):
         # needs triton, which a CPU install lacks
         from hybrid.kernels.triton_sampling import sample, sampling_features, values_of_rows
 
@@ -376,14 +381,18 @@ def score_tokens(
         return vocabulary.group.gather(scores).permute(1, 0, 2).flatten(1)[:, : len(logits)].unbind()  # type: ignore[return-value]
     if vocabulary is not None:
         return score_sharded(logits, targets, temperature, vocabulary)
+    logits, targets = logits.contiguous(), targets.contiguous()
+    sampling_mask = None if sampling_mask is None else sampling_mask.contiguous()
+    if runs_triton(logits):
+        from hybrid.kernels.triton_scoring import score  # needs triton, which a CPU install lacks
+
+        return score(logits, targets, temperature, sampling_mask)
     library = cpu_library() if logits.device.type == "cpu" else None
     if library is None:
         logits = logits if sampling_mask is None else masked_logits(logits, targets, sampling_mask)
         logits = logits / temperature
         return selective_log_softmax(logits, targets), entropy(logits)
     rows, vocab = logits.shape
-    logits, targets = logits.contiguous(), targets.contiguous()
-    sampling_mask = None if sampling_mask is None else sampling_mask.contiguous()
     logps, entropies = torch.empty(rows), torch.empty(rows)
     library.score(
         address(logits, torch.float32),
@@ -419,6 +428,30 @@ def score_sharded(
         )
         vocabulary.group.check()
         return logps, entropies
+    if runs_triton(logits):
+        from hybrid.kernels.triton_scoring import score_sums  # needs triton, which a CPU install lacks
+
+        sums = score_sums(logits, targets, temperature, vocabulary.first, vocabulary.count)
+    else:
+        sums = score_sums_in_torch(logits, targets, temperature, vocabulary)
+    return scores_of_sums(vocabulary.group.gather(sums))
+
+
+def scores_of_sums(sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logprobs and entropies, float32 [n] each, from the sums of every slice, float64 [slices, 4, n]."""
+    tops, masses, products, logits_of_targets = sums.unbind(1)
+    top = tops.max(dim=0).values
+    gaps = (tops - top).clamp(min=-1e4)
+    total = (masses * gaps.exp()).sum(dim=0)
+    product = ((products + gaps * masses) * gaps.exp()).sum(dim=0)
+    logps = logits_of_targets.max(dim=0).values - top - total.log()
+    return logps.float(), (total.log() - product / total).float()
+
+
+def score_sums_in_torch(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, vocabulary: VocabularySlice
+) -> torch.Tensor:
+    """Return `score_sums` of hybrid/kernels/triton_scoring.py by torch's operations, float64 [4, n]."""
     local = own_columns(logits, vocabulary).double() / temperature
     largest = local.max(dim=-1).values
     gaps = (local - largest[:, None]).nan_to_num(-1e4).clamp(min=-1e4)  # 0 · -inf is NaN
@@ -426,11 +459,4 @@ def score_sharded(
     at = targets - vocabulary.first
     is_local = (at >= 0) & (at < vocabulary.count)
     target = local.gather(1, (at * is_local)[:, None])[:, 0].masked_fill(~is_local, -torch.inf)
-    sums = torch.stack([largest, weights.sum(dim=-1), (weights * gaps).sum(dim=-1), target])
-    tops, masses, products, logits_of_targets = vocabulary.group.gather(sums).unbind(1)
-    top = tops.max(dim=0).values
-    gaps = (tops - top).clamp(min=-1e4)
-    total = (masses * gaps.exp()).sum(dim=0)
-    product = ((products + gaps * masses) * gaps.exp()).sum(dim=0)
-    logps = logits_of_targets.max(dim=0).values - top - total.log()
-    return logps.float(), (total.log() - product / total).float()
+    return torch.stack([largest, weights.sum(dim=-1), (weights * gaps).sum(dim=-1), target])

@@ -29,6 +29,7 @@ from hybrid.kernels import (
     triton_latent,
     triton_linear,
     triton_sampling,
+    triton_scoring,
 )
 from hybrid.kernels.kv_addresses import LayerKV
 from hybrid.kernels.recurrent import RecurrentMixer
@@ -41,6 +42,7 @@ from hybrid.kernels.triton_recurrent import KernelLayer, StateTables, short_conv
 from hybrid.kernels.triton_sampling import SamplingFeatures
 
 TYPES = {
+    torch.float64: "fp64",
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
     torch.int8: "i8",
@@ -222,6 +224,14 @@ def launch_sampling() -> None:
         triton_sampling.sample(logits, keys, positions, torch.empty(4, 6), features, seen, stop_token_ids)
 
 
+def launch_scoring() -> None:
+    """Scores at a vocabulary of 152k, with and without a sampling mask; and of a slice of it."""
+    logits, targets = torch.empty(4, 151936), torch.empty(4, dtype=torch.int64)
+    triton_scoring.score(logits, targets, 0.7)
+    triton_scoring.score(logits, targets, 0.7, targets)
+    triton_scoring.score_sums(logits[:, :18992].contiguous(), targets, 0.7, 18992, 18992)
+
+
 def launch_int8(dtype: torch.dtype) -> None:
     """Few rows, whose inputs are split, and many; a scale per channel, and per group of inputs."""
     weight, bias = torch.empty(4096, 4096, dtype=torch.int8), torch.empty(4096, dtype=dtype)
@@ -287,6 +297,7 @@ def main(arch: int, head_dim: int = 0) -> None:
         launch_linear(dtype, arch)
         launch_recurrent(dtype)
     launch_sampling()
+    launch_scoring()
     launch_loop()
 
 

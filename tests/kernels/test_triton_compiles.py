@@ -24,6 +24,8 @@ OTHERS = {
     "_record_experts_kernel",
     "_sums_kernel",
     "_draw_kernel",
+    "_score_sums_kernel",
+    "_score_kernel",
     "_slot_mapping_kernel",
     "_advance_kernel",
     "_int8_linear_kernel",
