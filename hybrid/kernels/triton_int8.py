@@ -1,9 +1,10 @@
 """Weight-only int8 linear layers in Triton: weights are dequantized as they are multiplied.
 
 int8 is exact in bfloat16 and float16, so tiles of weights are only converted; a scale multiplies the float32 sum of
-its inputs. Decode steps have few rows and are bound by the bytes of the weights: the inputs are split over programs, so
-that all of a GPU reads, and the splits' sums are added in their order, so results do not vary from run to run. Tests
-run the kernels in Triton's interpreter and compile them for sm_80 and sm_90; no GPU has timed them.
+its inputs. Decode steps, of up to 255 rows or so, are bound by the bytes of the weights: where tiles are fewer than a
+GPU's multiprocessors the inputs are split over programs, so that all of a GPU reads, and the splits' sums are added in
+their order, so results do not vary from run to run. Tests run the kernels in Triton's interpreter and compile them for
+sm_80 to sm_100; no GPU has timed them.
 """
 
 import torch
@@ -12,8 +13,8 @@ import triton.language as tl
 
 from hybrid.kernels import require_contiguous
 
-FEW_ROWS = 16  # rows of a decode step: the least that tl.dot multiplies
-PROGRAMS = 264  # of a decode step: two for each of an H100's multiprocessors
+FEW_ROWS = 16  # the least that tl.dot multiplies
+MULTIPROCESSORS = 132  # an H100's: one program of 8 warps each, or two of 4
 MIN_INPUTS = 256  # of a split; less work does not pay for adding its sum
 
 
@@ -119,7 +120,8 @@ def int8_linear(
     block_in, num_warps = (32 if full else 128 if few else 64), (4 if few else 8)
     blocks_per_group = triton.cdiv(inputs // groups, block_in)
     grid = triton.cdiv(rows, block), triton.cdiv(outputs, block_out)
-    splits = max(min(PROGRAMS // (grid[0] * grid[1]), inputs // MIN_INPUTS), 1) if few else 1
+    programs = MULTIPROCESSORS * 8 // num_warps
+    splits = max(min(programs // (grid[0] * grid[1]), inputs // MIN_INPUTS), 1)
     blocks_per_split = triton.cdiv(groups * blocks_per_group, splits)
     splits = triton.cdiv(groups * blocks_per_group, blocks_per_split)
     sums = out if splits == 1 else torch.empty((splits, rows, outputs), dtype=torch.float32, device=x.device)

@@ -233,9 +233,9 @@ def launch_scoring() -> None:
 
 
 def launch_int8(dtype: torch.dtype) -> None:
-    """Few rows, whose inputs are split, and many; a scale per channel, and per group of inputs."""
+    """Few rows and some, whose inputs are split, and many; a scale per channel, and per group of inputs."""
     weight, bias = torch.empty(4096, 4096, dtype=torch.int8), torch.empty(4096, dtype=dtype)
-    for rows in (16, 1000):
+    for rows in (16, 64, 1000):
         for groups in (1, 32):
             x, scale = torch.empty(rows, 4096, dtype=dtype), torch.empty(4096, groups)
             triton_int8.int8_linear(x, weight, scale)

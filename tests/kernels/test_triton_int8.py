@@ -3,6 +3,8 @@
 Without a GPU it runs in Triton's interpreter, which cannot do bfloat16 (3.7.1).
 """
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -44,6 +46,8 @@ def require_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
         (3, 2 * MIN_INPUTS + 40, 70, 1),  # two splits, the last block partly masked
         (FEW_ROWS, 4 * MIN_INPUTS, 64, 4),
         (FEW_ROWS + 1, 100, 130, 1),
+        (70, 2 * MIN_INPUTS + 40, 130, 1),  # two splits of tiles of 64 rows
+        (64, 4 * MIN_INPUTS, 64, 4),
         (70, 96, 20, 3),  # groups of fewer inputs than a block
     ],
 )
@@ -64,17 +68,38 @@ def test_rows_may_be_strided():
     assert torch.equal(actual, int8_linear(x, weight, scale, bias))
 
 
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 128, 255, 1000])
+def test_programs_are_enough_for_a_gpu(rows, monkeypatch):
+    """Of the products of an 8B model: at least 96 of 132 multiprocessors have one, and splits add no wave."""
+    grids = []
+
+    class Recorded:
+        def __getitem__(self, grid):
+            return lambda *args, **constants: grids.append((grid, constants["num_warps"]))
+
+    monkeypatch.setattr(triton_int8, "_int8_linear_kernel", Recorded())
+    monkeypatch.setattr(triton_int8, "_sum_splits_kernel", mock.MagicMock())
+    for inputs, outputs in ((4096, 6144), (4096, 4096), (14336, 4096)):
+        x, weight = torch.empty(rows, inputs, dtype=HALF), torch.empty(outputs, inputs, dtype=torch.int8)
+        int8_linear(x, weight, torch.empty(outputs, 1))
+    for (row_tiles, column_tiles, splits), num_warps in grids:
+        programs = row_tiles * column_tiles * splits
+        assert programs >= 96
+        assert splits == 1 or programs <= 132 * 8 // num_warps
+
+
 def test_no_rows():
     x, weight, scale, bias = operands(0, 64, 48, 1, torch.float32)
     assert int8_linear(x, weight, scale, bias).shape == (0, 48)
 
 
-def test_splits_are_added_in_their_order(monkeypatch):
+@pytest.mark.parametrize("rows", [2, 64])
+def test_splits_are_added_in_their_order(rows, monkeypatch):
     """Equal to the last bit from run to run, and close to the unsplit sum."""
-    x, weight, scale, bias = operands(2, 4 * MIN_INPUTS, 40, 1, torch.float32)
+    x, weight, scale, bias = operands(rows, 4 * MIN_INPUTS, 40, 1, torch.float32)
     split = int8_linear(x, weight, scale, bias)
     assert torch.equal(split, int8_linear(x, weight, scale, bias))
-    monkeypatch.setattr(triton_int8, "PROGRAMS", 1)
+    monkeypatch.setattr(triton_int8, "MULTIPROCESSORS", 1)
     whole = int8_linear(x, weight, scale, bias)
     assert not torch.equal(split, whole), "the inputs were not split"
     require_close(split, whole.double())
