@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hybrid.decoders.batch import BLOCK_SIZE, NO_ADAPTER
+from hybrid.decoders.decode_state import MAX_STEPS
 from hybrid.decoders.drafts import Drafting, VerifiedTokens
 from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.environments.stepping import EnvironmentLoop, StepResult
@@ -41,6 +42,7 @@ from hybrid.sampling.state import SamplingState
 
 STEPS_ON_DEVICES = 8  # decode steps between two checks for ended sequences
 STEPS_IN_KERNEL = 16  # the same where kernels sample; a keyboard interrupt waits for them
+STRIDE_S = 0.05  # seconds of steps between two checks, where nothing but the checks' own time asks for fewer or more
 NO_LOGITS = torch.empty(0)  # of a prompt that is not prefilled
 CHECKED_STEPS = 32  # ranks that decode one batch compare their tokens every so many steps
 
@@ -133,8 +135,9 @@ class Scheduler:
     conditions, and the rows whose end has not been reported.
 
     max_num_seqs: sequences that run at once.
-    num_scheduler_steps: the most decode steps between two checks for finished rows. By default 1 on CPUs, unless the
-        kernels sample, which stop by themselves, and more on devices, which a check waits for.
+    num_scheduler_steps: decode steps between two checks for finished rows, unless `stride` has reason for more. By
+        default 1 on CPUs, unless the kernels sample, which stop by themselves, and more on devices, which a check waits
+        for.
     environment: of the rows, if the request has limits for one.
     on_end: called with rows that are done for good, and their results so far.
     accept_group: called with the rows of a complete group, and the results so far, where a stop condition asks.
@@ -176,13 +179,15 @@ class Scheduler:
         on_cpu = STEPS_IN_KERNEL if self.samples_in_kernel else 1
         usual = on_cpu if decoder.device.type == "cpu" else STEPS_ON_DEVICES
         self.num_scheduler_steps = num_scheduler_steps or usual
+        self.step_s = STRIDE_S  # seconds of a decode step, as of the last check
         limits = request.limits.tolist()
         self.sequences = [
             Sequence(row=row, limit=limit, adapter=request.adapter_of(row)) for row, limit in enumerate(limits)
         ]
         device = decoder.device
         self.runner = self.new_runner()
-        self.buffers = CompletionBuffers(request, device, self.num_scheduler_steps, decoder.group is not None)
+        slack = max(self.num_scheduler_steps, MAX_STEPS if self.continues_past_ends else 0)
+        self.buffers = CompletionBuffers(request, device, slack, decoder.group is not None)
         self.params = params if in_sampler else params.without_penalties()
         self.stop_token_ids = request.stop_token_ids
         assert request.processors is None or not penalizes, "processors of `generate()` come without penalties"
@@ -397,9 +402,11 @@ class Scheduler:
             self.agree(self.decoder.group)
         unchecked = steps if verified is None else 1  # verification ends with the step that draws a stop token
         self.check(unchecked, steps if verified is None else max(verified.counts))
+        seconds = time.perf_counter() - start
+        self.step_s = seconds / steps
         if self.speculation is not None:
             rows = [sequence.row for sequence in self.runner.sequences]
-            self.speculation.observe(rows, steps, verified, time.perf_counter() - start)
+            self.speculation.observe(rows, steps, verified, seconds)
         self.finish(unchecked)
 
     def may_verify(self) -> bool:
@@ -407,8 +414,8 @@ class Scheduler:
         return not self.stop_trackers
 
     def single_steps(self) -> int:
-        """Decode up to `num_scheduler_steps` tokens for every sequence; return how many."""
-        steps = min(self.num_scheduler_steps, self.steps_left)
+        """Decode up to `stride()` tokens for every sequence; return how many."""
+        steps = min(self.stride(), self.steps_left)
         self.runner.allocate_slots(steps)
         if self.samples_in_kernel:
             state = self.sampling_state(len(self.runner))
@@ -419,6 +426,18 @@ class Scheduler:
             for _ in range(steps):
                 self.sample(self.runner.step(self.runner.latest_tokens), len(self.runner))
         return steps
+
+    def stride(self) -> int:
+        """Return the most steps until the next check.
+
+        A check costs a device the same time however short its steps are, and a row that has ended is computed until
+        then. So steps of kernels that go on past ends are as many as take STRIDE_S, unless a row waits for another's
+        end, or a stop condition, an environment or other ranks count on the usual number.
+        """
+        counts = self.waiting or self.stop_trackers or self.environment is not None or self.decoder.group is not None
+        if counts or not self.continues_past_ends:
+            return self.num_scheduler_steps
+        return min(max(int(STRIDE_S / self.step_s), self.num_scheduler_steps), MAX_STEPS)
 
     def sampling_state(self, count: int) -> SamplingState:
         """Return the sampling of the next tokens of the last `count` running sequences."""
@@ -610,7 +629,7 @@ class Scheduler:
     def verify(self, speculation: Speculation, drafting: Drafting) -> VerifiedTokens:
         """Decode by steps that verify drafts."""
         state, runner = self.sampling_state(len(self.runner)), self.runner
-        steps = speculation.max_steps(len(runner), self.num_scheduler_steps)
+        steps = speculation.max_steps(len(runner), min(self.stride(), self.num_scheduler_steps))
         verified = runner.verified_steps(runner.latest_tokens, state, drafting, steps)
         positions = runner.positions[verified.sequences] + verified.offsets
         self.buffers.record(runner.rows[verified.sequences], positions, verified.tokens, verified.logps)

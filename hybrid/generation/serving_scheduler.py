@@ -5,7 +5,6 @@ which is free again once that row has ended. A row's tokens depend on its prompt
 alone: a row whose scores are processed is sampled by itself, so that it changes neither the others nor their kernels.
 """
 
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Sequences
@@ -22,7 +21,7 @@ from hybrid.generation.block_pool import blocks_for
 from hybrid.generation.completions import InvalidLogitsError, Penalties
 from hybrid.generation.native_scheduler import NativeScheduler
 from hybrid.generation.request import Processors
-from hybrid.generation.scheduler import STEPS_IN_KERNEL, STEPS_ON_DEVICES, Scheduler
+from hybrid.generation.scheduler import STEPS_IN_KERNEL, STEPS_ON_DEVICES, STRIDE_S, Scheduler
 from hybrid.generation.scoring import Scores, score_natively, scores_beside_rows
 from hybrid.generation.sequence import Sequence
 from hybrid.runtime.interrupts import INTERRUPTS
@@ -33,7 +32,6 @@ from hybrid.sampling.sampler import SamplerOutput, in_fields
 
 POLL_S = 0.02  # between two exchanges of ranks that have no rows
 INTERRUPT_S = 0.1  # between two looks whether the server is to stop
-STRIDE_S = 0.05  # of decode steps between two looks at what has arrived, where kernels run several steps in a call
 NO_TOKEN = -1
 
 
@@ -193,7 +191,6 @@ class ServingScheduler(Scheduler):
         self.free_slots = list(reversed(range(self.max_num_seqs)))
         self.has_processors = self.has_changed = False
         self.num_rows = self.num_tokens = 0  # of this rank: that have ended, and that were drawn
-        self.step_s = STRIDE_S  # seconds of a decode step, the most of the group's ranks
         self.stops = torch.full((len(self.request), 1), NO_TOKEN, device=self.decoder.device)
 
     def serve(self) -> tuple[int, int]:
@@ -206,8 +203,6 @@ class ServingScheduler(Scheduler):
                 self.fill_slots()
             if self.has_changed and self.slots:
                 self.update_sampling()
-            if self.samples_in_kernel and not self.continues_past_ends:
-                self.num_scheduler_steps = min(max(int(STRIDE_S / self.step_s), 1), STEPS_IN_KERNEL)
             with self.phase("decode"):
                 self.step()
         INTERRUPTS.raise_pending()  # a source that has closed since the last look, by a signal
@@ -259,7 +254,7 @@ class ServingScheduler(Scheduler):
         flags = [bool(local.rows or local.aborted), local.is_open, error is not None, self.step_s]
         of_ranks = self.group.gather(torch.tensor(flags, dtype=torch.float64, device=self.decoder.device)).tolist()
         has_rows, is_open, stops, seconds = zip(*of_ranks, strict=True)
-        self.step_s = max(seconds)
+        self.step_s = max(seconds)  # so that all decode as many steps
         if any(stops):
             raise_together(error, self.group.group)
         if any(has_rows):
@@ -338,11 +333,11 @@ class ServingScheduler(Scheduler):
 
     # -------------------------------------------------------------- decoding
 
-    def decode(self) -> None:
-        """Decode, and measure the seconds of a step."""
-        begin, steps = time.perf_counter(), self.runner.steps
-        super().decode()
-        self.step_s = (time.perf_counter() - begin) / (self.runner.steps - steps)
+    def stride(self) -> int:
+        """Return the most steps until the next look at what has arrived."""
+        if self.samples_in_kernel and not self.continues_past_ends:
+            return min(max(int(STRIDE_S / self.step_s), 1), STEPS_IN_KERNEL)
+        return self.num_scheduler_steps
 
     def may_verify(self) -> bool:
         """Whether steps may verify drafts: scores that are processed depend on the tokens before them."""

@@ -19,9 +19,11 @@ from hybrid.config import SpeculationConfig
 from hybrid.decoders.batch import KVWeights, PackedBatch
 from hybrid.decoders.cuda_decoder import CudaDecoder
 from hybrid.decoders.decode_state import DecodeState
+from hybrid.generation import scheduler
 from hybrid.generation.block_pool import BlockPool
 from hybrid.generation.completions import Completions
-from hybrid.generation.request import Request
+from hybrid.generation.model_runner import ModelRunner
+from hybrid.generation.request import Request, StopCondition
 from hybrid.generation.scheduler import Scheduler
 from hybrid.generation.scoring import score_packed
 from hybrid.generation.speculation import Speculator
@@ -118,6 +120,37 @@ def test_the_loop_gives_what_single_steps_give(sampling, max_num_seqs, monkeypat
         captured = graphed.graphs.capture.captured
     assert captured == len(graphed.graphs), "the second call captured again"
     assert graphed.graphs.capture.replays > 2 * captured
+
+
+def test_steps_between_two_checks_take_as_long_as_a_check_is_worth(monkeypatch):
+    """Where nothing waits for a row's end, once the time of a step is known; the tokens are the same."""
+    strides: list[int] = []
+    run = ModelRunner.sampled_steps
+
+    def recorded(runner: ModelRunner, tokens: torch.Tensor, sampling: SamplingState, steps: int):
+        strides.append(steps)
+        return run(runner, tokens, sampling, steps)
+
+    monkeypatch.setattr(ModelRunner, "sampled_steps", recorded)
+    made, decoder = replace(request("plain"), stop_token_ids=torch.tensor([9])), cuda_decoder(one_layer())
+    made = replace(made, max_new_tokens=45, limits=torch.tensor([45, 30, 45, 20]))
+    conditions = (StopCondition(((0, 1), (2, 3)), 2),)
+
+    def decoded(seconds: float, max_num_seqs: int = 4, **changes: object) -> tuple[Completions, list[int]]:
+        monkeypatch.setattr(scheduler, "STRIDE_S", seconds)
+        strides.clear()
+        return completions_of(replace(made, **changes), decoder, max_num_seqs, 4), list(strides)
+
+    expected, usual = decoded(1e-9)
+    assert max(usual) == 4 and sum(usual) == int(expected.lengths.max()) - 1
+    assert len(set(expected.lengths.tolist())) > 2, expected.lengths
+    actual, long = decoded(1e9)
+    require_equal(actual, expected)
+    assert long[:2] == [4, 32] and len(long) < len(usual)
+    actual, waiting = decoded(1e9, max_num_seqs=3)
+    require_equal(actual, expected)
+    assert waiting[:2] == [4, 4] and 32 in waiting
+    assert max(decoded(1e9, stop_conditions=conditions)[1]) == 4
 
 
 @pytest.mark.parametrize("sampling", slow_but(["plain"], SETTINGS))
