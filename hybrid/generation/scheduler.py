@@ -42,7 +42,7 @@ from hybrid.sampling.state import SamplingState
 
 STEPS_ON_DEVICES = 8  # decode steps between two checks for ended sequences
 STEPS_IN_KERNEL = 16  # the same where kernels sample; a keyboard interrupt waits for them
-STRIDE_S = 0.05  # seconds of steps between two checks, where nothing but the checks' own time asks for fewer or more
+STRIDE_S = 0.05  # seconds of decode steps between two checks, where nothing else sets their number
 NO_LOGITS = torch.empty(0)  # of a prompt that is not prefilled
 CHECKED_STEPS = 32  # ranks that decode one batch compare their tokens every so many steps
 
@@ -430,12 +430,13 @@ class Scheduler:
     def stride(self) -> int:
         """Return the most steps until the next check.
 
-        A check costs a device the same time however short its steps are, and a row that has ended is computed until
-        then. So steps of kernels that go on past ends are as many as take STRIDE_S, unless a row waits for another's
-        end, or a stop condition, an environment or other ranks count on the usual number.
+        A check takes the same time however short the steps are, and a row that has ended is computed until the check.
+        Kernels that continue past ends therefore run as many steps as take STRIDE_S. The usual number is kept where a
+        row waits for another's end, with stop conditions and environments, and by ranks that share a batch: their
+        clocks differ.
         """
-        counts = self.waiting or self.stop_trackers or self.environment is not None or self.decoder.group is not None
-        if counts or not self.continues_past_ends:
+        is_bound = self.waiting or self.stop_trackers or self.environment is not None or self.decoder.group is not None
+        if is_bound or not self.continues_past_ends:
             return self.num_scheduler_steps
         return min(max(int(STRIDE_S / self.step_s), self.num_scheduler_steps), MAX_STEPS)
 

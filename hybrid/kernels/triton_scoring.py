@@ -13,9 +13,6 @@ import triton.language as tl
 from hybrid.kernels import require_contiguous
 from hybrid.kernels.triton_sampling import CHUNK, SUB
 
-NUM_SUMS = 4  # of a row: of `score_sums`
-SCRATCH = 3 / SUB  # of the memory of the logits
-
 
 @triton.jit
 def _score_sums_kernel(
@@ -34,8 +31,8 @@ def _score_sums_kernel(
 ):
     """One program per row and chunk: the maximum of each sub, and sums relative to it.
 
-    Args of shapes: maxima float32 [rows, subs]; sums float32 [2, rows, subs], of w = exp(d) and of w * d where
-    d = (logit - maximum) / T.
+    maxima: float32 [rows, subs].  sums: float32 [2, rows, subs], of w = exp(d) and of w * d, with
+        d = (logit - maximum) / T.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits += row * logits_stride
@@ -151,7 +148,7 @@ def launched(
         assert len(sampling_mask) == rows, "a sampling mask for each row"
     chunks = max(triton.cdiv(count, CHUNK), 1)
     subs = chunks * (CHUNK // SUB)
-    maxima, sums, row_sums = empty((rows, subs)), empty((2, rows, subs)), empty((NUM_SUMS, rows), dtype=torch.float64)
+    maxima, sums, row_sums = empty((rows, subs)), empty((2, rows, subs)), empty((4, rows), dtype=torch.float64)
     logps, entropies = empty((2, rows)).unbind()
     if rows:
         sizes = logits.stride(0), first, count, temperature

@@ -153,6 +153,18 @@ def test_steps_between_two_checks_take_as_long_as_a_check_is_worth(monkeypatch):
     assert max(decoded(1e9, stop_conditions=conditions)[1]) == 4
 
 
+@pytest.mark.parametrize("bound", ["group", "environment"])
+def test_ranks_and_environments_keep_the_usual_number_of_steps(bound, monkeypatch):
+    """Ranks that share a batch would each take the number that its own clock gives."""
+    decoder, pool = cuda_decoder(one_layer()), BlockPool(32)
+    pool.begin_call(decoder.kv)
+    own = Scheduler(request("plain"), decoder, pool, 4, lambda name: contextlib.nullcontext(), 4)
+    own.step_s = 1e-9
+    assert own.stride() == 32
+    monkeypatch.setattr(*{"group": (decoder, "group"), "environment": (own, "environment")}[bound], object())
+    assert own.stride() == 4
+
+
 @pytest.mark.parametrize("sampling", slow_but(["plain"], SETTINGS))
 def test_verified_drafts_give_what_single_steps_give(sampling, monkeypatch):
     """In graphs, with waiting rows, ends and limits inside drafts; with a repetition penalty nothing is drafted."""

@@ -3,9 +3,12 @@
 Without a GPU the kernels run in Triton's interpreter, on CPU tensors; with one, compiled, on the device.
 """
 
+import threading
+
 import pytest
 import torch
 
+from hybrid.kernels.host_group import HostGroup
 from hybrid.sampling import sampler
 from hybrid.sampling.sampler import NOT_TRUNCATED, masked_logits, score_tokens, scores_of_sums
 
@@ -16,11 +19,14 @@ from hybrid.generation.scoring import score_packed
 from hybrid.kernels import triton_scoring
 from hybrid.kernels.triton_sampling import CHUNK
 from hybrid.kernels.triton_scoring import score, score_sums
+from hybrid.sampling.vocabulary import VocabularySlice
 from tests.decoders.test_cuda_decoder import cuda_decoder
+from tests.host_groups import host_groups, on_every_rank
 from tests.invalid_logits import with_invalid_rows
 from tests.kernels.test_triton import DEVICE
 from tests.kernels.test_triton_sampling import draw, keys_of
 from tests.marks import slow_but
+from tests.sampling.test_vocabulary_parallel import sliced
 from tests.sampling_params import params_of
 from tests.tiny_models import tiny_model
 
@@ -134,6 +140,32 @@ def test_slices_of_the_vocabulary_give_the_scores_of_all_of_it(vocabulary, slice
         for index, count in enumerate(counts)
     ]
     require_close(scores_of_sums(torch.stack(sums)), exact_scores(logits, targets, 0.7))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="ranks in threads exchange host memory")
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_with_slices_have_the_scores_of_whole_logits(size, monkeypatch):
+    """`score_tokens` of ranks whose decoders have a slice each, under a sampling mask too."""
+    monkeypatch.setattr(sampler, "runs_triton", lambda logits: True)
+    monkeypatch.setattr(HostGroup, "shares_memory", False)
+    run, one_at_a_time = triton_scoring.launched, threading.Lock()  # the interpreter's grid is global
+
+    def locked(*args):
+        with one_at_a_time:
+            return run(*args)
+
+    monkeypatch.setattr(triton_scoring, "launched", locked)
+    logits, targets = logits_of(WIDE), targets_of(WIDE)
+    logits[5, targets[5]] = 0.5
+    edges = logits.argsort(dim=-1, descending=True)[:, 20]
+    for mask, of in ((None, logits), (edges, masked_logits(logits, targets, edges))):
+
+        def scores(group: HostGroup, mask: torch.Tensor | None = mask) -> tuple[torch.Tensor, torch.Tensor]:
+            own = VocabularySlice(group, WIDE)
+            return score_tokens(sliced(logits, own), targets, 0.7, own, mask)
+
+        for actual in on_every_rank(host_groups(size), scores):
+            require_close(actual, exact_scores(of, targets, 0.7))
 
 
 def test_scores_of_a_decoder_are_read_once(monkeypatch):
