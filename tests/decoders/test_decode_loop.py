@@ -153,6 +153,17 @@ def test_steps_between_two_checks_take_as_long_as_a_check_is_worth(monkeypatch):
     assert max(decoded(1e9, stop_conditions=conditions)[1]) == 4
 
 
+def test_long_strides_write_behind_the_limits_of_rows_that_began_earlier(monkeypatch):
+    """A row that entered late sets the number of steps; the others end in the middle of it."""
+    monkeypatch.setattr(scheduler, "MAX_STEPS", 8)
+    made = replace(request("plain"), stop_token_ids=torch.tensor([-1]), max_new_tokens=12)
+    made, decoder = replace(made, limits=torch.tensor([7, 12, 12, 12])), cuda_decoder(one_layer())
+    expected = completions_of(made, decoder, 3, 2)
+    monkeypatch.setattr(scheduler, "STRIDE_S", 1e9)
+    require_equal(completions_of(made, decoder, 3, 2), expected)
+    assert expected.lengths.tolist() == [7, 12, 12, 12]
+
+
 @pytest.mark.parametrize("bound", ["group", "environment"])
 def test_ranks_and_environments_keep_the_usual_number_of_steps(bound, monkeypatch):
     """Ranks that share a batch would each take the number that its own clock gives."""
