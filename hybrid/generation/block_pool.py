@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Container, Hashable
 from dataclasses import replace
 
 import torch
@@ -12,6 +12,7 @@ from hybrid.decoders.batch import BLOCK_SIZE, NO_ADAPTER, KVWeights, PagedKV, St
 RESERVED_SHARE = 0.9  # of what forwards leave of free memory: the most that `reserve_call` reserves
 TOKEN_BYTES = 8  # int64
 FULL_BYTES = BLOCK_SIZE * TOKEN_BYTES
+KEPT_SLOT = -1  # instead of a slot that the pool has kept, or has none of
 
 
 def blocks_for(tokens: int) -> int:
@@ -31,10 +32,11 @@ class BlockPool:
     explain: gives text that is appended to `require_room`'s error message.
     free_bytes: gives the bytes of free memory, which bound what `reserve_call` reserves.
     caches_prefixes: whether blocks are kept for sequences that begin alike.
-    extra_bytes: for them, beyond what a call needs; not of a model with recurrent layers.
+    extra_bytes: for them, beyond what a call needs; of a model with recurrent layers one half is for states.
 
     Of a model with recurrent layers a sequence also has a slot for its states, which no other sequence shares. Blocks
-    alone do not continue such a sequence: its blocks are not kept for others.
+    alone do not continue such a sequence: `keep_state` keeps them with the states after their last token, for one
+    sequence that begins with exactly these tokens (`resume`).
 
     Block 0 is never allocated: the padding rows of a CUDA graph write there.
     """
@@ -66,6 +68,7 @@ class BlockPool:
         self.make_states: Callable[[int], States] | None = None  # during a call of a model with recurrent layers
         self.states: States = {}  # as `PagedKV.states`
         self.free_slots: list[int] = []
+        self.kept_states: dict[int, int] = {}  # slots of the states after cached blocks' tokens, the oldest first
         self.num_slots = self.slot_bytes = 0
 
     def begin_call(
@@ -84,9 +87,9 @@ class BlockPool:
         block = make(1)
         states = {} if make_states is None else make_states(1)
         if kind_of(states) != kind_of(self.states):
-            self.states, self.num_slots = {}, 0
+            self.states, self.num_slots, self.kept_states = {}, 0, {}
         self.make_states, self.slot_bytes = make_states, state_bytes(states)
-        self.free_slots = list(range(self.num_slots))
+        self.free_slots = sorted(set(range(self.num_slots)) - set(self.kept_states.values()))
         if self.kv.keys and self.kv.kind != block.kind:
             self.release()
         self.make, self.block_bytes, self.call_limit = make, block.block_bytes, None
@@ -104,9 +107,10 @@ class BlockPool:
         """Reserve slots for the recurrent states of a call that has `num_slots` sequences at once. Call it before
         `reserve_call`: what they leave of a limit is for blocks."""
         is_limited = self.limit_bytes is not None
+        num_slots += self.extra_bytes // 2 // max(self.slot_bytes, 1)
         if self.make_states is None or self.num_slots == num_slots or (self.num_slots > num_slots and not is_limited):
             return
-        self.states, self.num_slots, self.free_slots = {}, 0, []
+        self.states, self.num_slots, self.free_slots, self.kept_states = {}, 0, [], {}
         self._grow_slots(num_slots)
         if self.limit_bytes is not None and self.nbytes() > self.limit_bytes:
             self._release_blocks()
@@ -123,8 +127,7 @@ class BlockPool:
             holds, but not below this, and rows wait. 0: nothing is lowered.
         """
         assert not self.num_used, "blocks are in use before they are reserved"
-        if self.shares_prefixes:
-            num_blocks += self.extra_bytes // self.block_bytes
+        num_blocks += self.extra_bytes // (1 if self.shares_prefixes else 2) // self.block_bytes
         wanted = self._rounded(num_blocks + 1)
         if wanted > self.capacity:
             free = self.free_bytes() if self.affordable_bytes is None else self.affordable_bytes
@@ -197,18 +200,20 @@ class BlockPool:
         return max(min(num_seqs, self.limit_bytes // each), 1)
 
     def allocate_states(self, count: int) -> list[int]:
-        """Allocate slots for the states of `count` sequences, their content undefined. Without recurrent layers: 0 for
-        each."""
+        """Allocate slots for the states of `count` sequences, their content undefined. If too few are free, the oldest
+        kept states are forgotten, then the storage grows. Without recurrent layers: 0 for each."""
         if self.make_states is None:
             return [0] * count
+        while len(self.free_slots) < count and self.kept_states:
+            self.free_slots.append(self.kept_states.pop(next(iter(self.kept_states))))
         if len(self.free_slots) < count:
             self._grow_slots(max(self.num_slots + count - len(self.free_slots), self.num_slots * 3 // 2))
         return [self.free_slots.pop() for _ in range(count)]
 
     def free_states(self, slots: list[int]) -> None:
-        """Take slots back."""
+        """Take slots back; KEPT_SLOT is none."""
         if self.make_states is not None:
-            self.free_slots += slots
+            self.free_slots += [slot for slot in slots if slot != KEPT_SLOT]
 
     def copy_states(self, source: int, targets: list[int]) -> None:
         """Copy the states in a slot to others."""
@@ -251,6 +256,8 @@ class BlockPool:
     def _forget(self, blocks: list[int]) -> None:
         """Free those of these blocks, which are not cached any more, that nothing refers to."""
         for block in blocks:
+            if block in self.kept_states:
+                self.free_slots.append(self.kept_states.pop(block))
             if block in self.evictable:
                 del self.evictable[block]
                 self.free_blocks.append(block)
@@ -343,25 +350,56 @@ class BlockPool:
         """
         blocks, partial, common = self.prefix_cache.match(token_ids[:-1].cpu(), adapter)
         self.ref(blocks)
-        last: list[int] = []
-        if common and len(self.free_blocks) + len(self.evictable) > (partial in self.evictable):
-            self.ref([partial])
-            last = self.allocate(1)
-            self.copy([partial], last)
-            self.free([partial])
-        elif common and partial in self.evictable:
-            self._forget(self.prefix_cache.remove(partial))
-            last = self.allocate(1)
-            assert last == [partial], "the block that was just freed is allocated first"
-        else:
-            common = 0
-        reused = len(blocks) * BLOCK_SIZE + common
+        last = self._own_copy(partial) if common else []
+        reused = len(blocks) * BLOCK_SIZE + common * len(last)
         if is_prompt:
             self.reused_tokens += reused
             self.prefilled_tokens += len(token_ids) - reused
         else:
             self.reused_scored_tokens += reused
         return blocks + last, reused
+
+    def keep_state(self, token_ids: torch.Tensor, blocks: list[int], slot: int, adapter: int = NO_ADAPTER) -> bool:
+        """Record that blocks hold these tokens, int64 [n], from a sequence's begin on, and a slot the states after the
+        last of them; as `insert`.
+
+        Returns whether the pool has taken the slot: not if it keeps nothing, or has these states.
+        """
+        if not self.caches_prefixes:
+            return False
+        last = self.prefix_cache.insert(token_ids.cpu(), blocks, adapter)
+        return self.kept_states.setdefault(last, slot) == slot
+
+    def resume(self, token_ids: torch.Tensor, adapter: int = NO_ADAPTER) -> tuple[list[int], int, int]:
+        """As `reuse`, of a prompt for a model with recurrent layers. Returns also the slot of the states after the
+        tokens that the blocks hold, KEPT_SLOT if there are none; the slot is the caller's now."""
+        blocks, partial, reused = self.prefix_cache.match_kept(token_ids[:-1].cpu(), self.kept_states, adapter)
+        slot = self.kept_states.pop(blocks[-1] if partial is None else partial) if reused else KEPT_SLOT
+        self.ref(blocks)
+        last = [] if partial is None else self._own_copy(partial)
+        if partial is not None and not last:
+            self.free(blocks)
+            self.free_states([slot])
+            blocks, reused, slot = [], 0, KEPT_SLOT
+        self.reused_tokens += reused
+        self.prefilled_tokens += len(token_ids) - reused
+        return blocks + last, reused, slot
+
+    def _own_copy(self, block: int) -> list[int]:
+        """Return a new block with a cached block's content: or that block itself, which is forgotten, where there is no
+        room for two; none if others use it."""
+        if len(self.free_blocks) + len(self.evictable) > (block in self.evictable):
+            self.ref([block])
+            copy = self.allocate(1)
+            self.copy([block], copy)
+            self.free([block])
+            return copy
+        if block not in self.evictable:
+            return []
+        self._forget(self.prefix_cache.remove(block))
+        copy = self.allocate(1)
+        assert copy == [block], "the block that was just freed is allocated first"
+        return copy
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
         """Copy the content of block `sources[i]` to block `targets[i]`."""
@@ -374,10 +412,12 @@ class BlockPool:
 
     def release(self) -> None:
         """Free the storage; what is cached is lost."""
-        self.states, self.free_slots, self.num_slots = {}, [], 0
+        self.states, self.free_slots, self.num_slots, self.kept_states = {}, [], 0, {}
         self._release_blocks()
 
     def _release_blocks(self) -> None:
+        self.free_states(list(self.kept_states.values()))
+        self.kept_states = {}
         self.kv, self.free_blocks, self.ref_counts = PagedKV([], []), [], []
         self.prefix_cache, self.evictable = PrefixCache(), {}
 
@@ -456,6 +496,28 @@ class PrefixCache:
         common, partial = node.closest(rest)
         return [node.block for node in path], partial, common
 
+    def match_kept(
+        self, token_ids: torch.Tensor, kept: Container[int], adapter: int = NO_ADAPTER
+    ) -> tuple[list[int], int | None, int]:
+        """Find the longest begin of a sequence, int64 [n] on the host, that ends with a block of `kept`.
+
+        Returns:
+            The blocks of its first tokens, BLOCK_SIZE each; the block of the tokens after these, None if there are
+            none; and the number of all these tokens, 0 if nothing is found.
+        """
+        tokens = token_ids.numpy().tobytes()
+        path = self.full_blocks(tokens, adapter)
+        blocks = [node.block for node in path]
+        for depth in range(len(path), -1, -1):
+            node, rest = path[depth - 1] if depth else self.root(adapter), tokens[depth * FULL_BYTES :]
+            for size in range(min(len(rest), FULL_BYTES - TOKEN_BYTES), 0, -TOKEN_BYTES):
+                child = node.children.get(rest[:size])
+                if child is not None and child.block in kept:
+                    return blocks[:depth], child.block, depth * BLOCK_SIZE + size // TOKEN_BYTES
+            if depth and node.block in kept:
+                return blocks[:depth], None, depth * BLOCK_SIZE
+        return [], None, 0
+
     def full_blocks(self, tokens: bytes, adapter: int = NO_ADAPTER) -> list[CachedBlock]:
         """Return the cached full blocks of a sequence's first tokens, int64 as bytes."""
         path, node = [], self.root(adapter)
@@ -466,14 +528,16 @@ class PrefixCache:
             path.append(node := child)
         return path
 
-    def insert(self, token_ids: torch.Tensor, blocks: list[int], adapter: int = NO_ADAPTER) -> None:
-        """Remember the blocks of a sequence, int64 [n] on the host. Of two of equal content the first is kept."""
+    def insert(self, token_ids: torch.Tensor, blocks: list[int], adapter: int = NO_ADAPTER) -> int:
+        """Remember the blocks of a sequence, int64 [n] on the host. Of two of equal content the first is kept. Returns
+        the block that is kept for the last tokens."""
         tokens, node = token_ids.numpy().tobytes(), self.root(adapter)
         for begin, block in zip(range(0, len(tokens), FULL_BYTES), blocks, strict=True):
             content = tokens[begin : begin + FULL_BYTES]
             if content not in node.children:
                 self.by_block[block] = node.add(content, block)
             node = node.children[content]
+        return node.block
 
     def remove(self, block: int) -> list[int]:
         """Forget a block and all that follow it; return them."""

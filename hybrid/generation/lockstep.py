@@ -188,8 +188,7 @@ class FusedForward:
     def prefill(self, input_ids: torch.Tensor) -> CausalLMOutput:
         """Return the logits after the prompts."""
         prompts = [ids[len(ids) - length :] for ids, length in zip(input_ids, self.prompt_lengths, strict=True)]
-        slots = self.block_pool.allocate_states(len(prompts))
-        blocks, logits = prefill(self.decoder, self.block_pool, prompts, slots)
+        blocks, slots, logits = prefill(self.decoder, self.block_pool, prompts)
         sequences = [Sequence(blocks=of_prompt, state_slot=slot) for of_prompt, slot in zip(blocks, slots, strict=True)]
         self.runner.add(sequences, self.prompt_lengths)
         return self._output(logits)

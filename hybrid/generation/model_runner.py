@@ -18,7 +18,7 @@ from hybrid.decoders.batch import (
 )
 from hybrid.decoders.drafts import Drafting, VerifiedTokens, verify_steps
 from hybrid.decoders.fused_model import AnyDecoder
-from hybrid.generation.block_pool import BlockPool, blocks_for
+from hybrid.generation.block_pool import KEPT_SLOT, BlockPool, blocks_for
 from hybrid.generation.sequence import Sequence
 from hybrid.runtime.interrupts import INTERRUPTS
 from hybrid.sampling.state import SamplingState
@@ -61,28 +61,32 @@ def prefill(
     decoder: AnyDecoder,
     block_pool: BlockPool,
     prompts: list[torch.Tensor],
-    state_slots: list[int] | None = None,
     adapters: list[int] | None = None,
-) -> tuple[list[list[int]], torch.Tensor]:
+) -> tuple[list[list[int]], list[int], torch.Tensor]:
     """Write the keys and values of distinct prompts, int64 [n] each, to blocks. What the pool has of them is not
     computed again, and what several of them begin with is computed once.
 
-    state_slots: of each prompt; not read without recurrent layers.
     adapters: of each prompt, as for `hidden_states`.
-    Returns each prompt's blocks, and the logits after its last token, float32 [prompts, vocab].
+    Returns each prompt's blocks, the slot of its recurrent states, and the logits after its last token, float32
+        [prompts, vocab].
     """
+    state_slots = [0] * len(prompts)
     blocks: list[list[int]] = [[] for _ in prompts]
     logits: dict[int, torch.Tensor] = {}
     prompts = [prompt.cpu() for prompt in prompts]
     own = [NO_ADAPTER] * len(prompts) if adapters is None else adapters
     for wave in prefill_waves(block_pool, prompts, own):
         begins = []
+        resumed = {} if block_pool.shares_prefixes else resumed_prompts(block_pool, prompts, own)  # all in one wave
         for index in wave:
-            blocks[index], begin = block_pool.reuse(prompts[index], adapter=own[index])
+            if resumed:
+                blocks[index], begin, state_slots[index] = resumed[index]
+            else:
+                blocks[index], begin = block_pool.reuse(prompts[index], adapter=own[index])
             blocks[index] += block_pool.allocate(blocks_for(len(prompts[index])) - len(blocks[index]))
             begins.append(begin)
         ids, tables = [prompts[index] for index in wave], [blocks[index] for index in wave]
-        slots = None if block_pool.shares_prefixes or state_slots is None else [state_slots[index] for index in wave]
+        slots = None if block_pool.shares_prefixes else [state_slots[index] for index in wave]
         numbers = None if adapters is None else [adapters[index] for index in wave]
         for chunks, hidden in hidden_states(decoder, block_pool, ids, tables, begins, None, slots, numbers):
             ends = zip(chunks.items(), accumulate(map(len, chunks.values())), strict=True)
@@ -93,7 +97,18 @@ def prefill(
         for index in wave:
             full = len(prompts[index]) // BLOCK_SIZE
             block_pool.insert(prompts[index][: full * BLOCK_SIZE], blocks[index][:full], own[index])
-    return blocks, torch.stack([logits[index] for index in range(len(prompts))])
+    return blocks, state_slots, torch.stack([logits[index] for index in range(len(prompts))])
+
+
+def resumed_prompts(
+    block_pool: BlockPool, prompts: list[torch.Tensor], adapters: list[int]
+) -> list[tuple[list[int], int, int]]:
+    """Return what the pool has of each prompt, int64 [n] on the host, of a model with recurrent layers: blocks, tokens
+    that these hold, and a slot with the states after them; or a new slot. All are taken before blocks and slots are
+    allocated, which would forget some."""
+    resumed = [block_pool.resume(prompt, adapter) for prompt, adapter in zip(prompts, adapters, strict=True)]
+    fresh = iter(block_pool.allocate_states(sum(slot == KEPT_SLOT for *_, slot in resumed)))
+    return [(blocks, begin, next(fresh) if slot == KEPT_SLOT else slot) for blocks, begin, slot in resumed]
 
 
 def prefill_waves(block_pool: BlockPool, prompts: list[torch.Tensor], adapters: list[int]) -> Iterator[list[int]]:
@@ -195,6 +210,10 @@ class ModelRunner(RunningSequences):
         self.lengths = torch.cat([self.lengths, cached])
         self.append_columns(sequences)
         self._update()
+
+    def tokens_in_cache(self) -> dict[int, int]:
+        """Return the tokens that have been run through the layers, by row."""
+        return {each.row: offset + self.steps for each, offset in zip(self.sequences, self.offsets, strict=True)}
 
     def allocate_slots(self, tokens: int) -> None:
         """Allocate blocks so that every sequence has room for `tokens` more, or has its `max_blocks`."""

@@ -18,7 +18,7 @@ from hybrid.decoders.decode_state import MAX_STEPS
 from hybrid.decoders.drafts import Drafting, VerifiedTokens
 from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.environments.stepping import EnvironmentLoop, StepResult
-from hybrid.generation.block_pool import BlockPool, blocks_for
+from hybrid.generation.block_pool import KEPT_SLOT, BlockPool, blocks_for
 from hybrid.generation.completions import (
     CompletionBuffers,
     Completions,
@@ -310,18 +310,16 @@ class Scheduler:
 
     def prefill(self, groups: list[SequenceGroup]) -> None:
         """Compute the blocks, states and logits of groups."""
-        slots = self.block_pool.allocate_states(len(groups))
-        for group, slot in zip(groups, slots, strict=True):
-            group.state_slot = slot
         texts = [group for group in groups if not group.model_inputs]
         if texts:
             adapters = [group.adapter for group in texts] if self.decoder.mixed_adapters else None
-            prompts = [group.token_ids for group in texts], [group.state_slot for group in texts], adapters
-            for group, blocks, logits in zip(texts, *prefill(self.decoder, self.block_pool, *prompts), strict=True):
-                group.blocks, group.logits = blocks, logits
+            of_texts = prefill(self.decoder, self.block_pool, [group.token_ids for group in texts], adapters)
+            for group, blocks, slot, logits in zip(texts, *of_texts, strict=True):
+                group.blocks, group.state_slot, group.logits = blocks, slot, logits
         for group in groups:
             if group.model_inputs:
                 assert self.input_prefill is not None, "the decoder reads token ids"
+                (group.state_slot,) = self.block_pool.allocate_states(1)
                 INTERRUPTS.raise_pending()
                 prompt = group.token_ids, group.model_inputs, group.state_slot
                 group.blocks, group.logits = self.input_prefill(*prompt)
@@ -582,10 +580,20 @@ class Scheduler:
         """Keep in the prefix cache what sequences that leave the runner have computed, and read their experts."""
         # The latest token has not been run through the model.
         computed = self.buffers.contexts([each.row for each in sequences], [each.length - 1 for each in sequences])
+        in_cache = self.runner.tokens_in_cache()
         for token_ids, sequence in zip(computed, sequences, strict=True):
-            if not self.request.inputs_of(sequence.row):  # equal tokens may stand for other images
-                held = sequence.blocks[: blocks_for(len(token_ids))]
-                self.block_pool.insert(token_ids, held, sequence.adapter)
+            if self.request.inputs_of(sequence.row):  # equal tokens may stand for other images
+                continue
+            held = token_ids, sequence.blocks[: blocks_for(len(token_ids))]
+            if self.block_pool.shares_prefixes:
+                self.block_pool.insert(*held, sequence.adapter)
+            elif (
+                # Other steps than those of kernels that go on past ends change the states after a sequence's end.
+                (self.continues_past_ends or in_cache[sequence.row] == len(token_ids))
+                and not sequence.is_invalid
+                and self.block_pool.keep_state(*held, sequence.state_slot, sequence.adapter)
+            ):
+                sequence.state_slot = KEPT_SLOT
         if self.request.return_router_indices:
             read_router_indices(self.block_pool.kv, sequences, [len(token_ids) for token_ids in computed])
 

@@ -113,7 +113,7 @@ def test_a_prefill_records_what_decode_steps_record(family):
         pool.begin_call(decoder.kv)
         sequence = torch.cat([prompt, done.tokens[row, : length - 1]])
         with torch.no_grad():
-            blocks, _ = prefill(decoder, pool, [sequence])
+            blocks, *_ = prefill(decoder, pool, [sequence])
         again = pool.kv.router_indices[blocks[0]].flatten(0, 1)[: len(sequence)]
         assert torch.equal(again, done.router_indices[row])
 

@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from hybrid.decoders.batch import BLOCK_SIZE, PagedKV
-from hybrid.generation.block_pool import BlockPool, blocks_for
+from hybrid.decoders.batch import BLOCK_SIZE, KVWeights, PagedKV
+from hybrid.generation.block_pool import KEPT_SLOT, BlockPool, blocks_for
 
 LAYERS, WIDTH = 2, 3
 
@@ -267,6 +267,94 @@ def test_recurrent_states_have_slots_that_are_copied_and_grow():
     assert sorted(block_pool.allocate_states(3)) == sorted(more)
     block_pool.begin_call(Maker(), make_states=states_of)
     assert len(set(block_pool.allocate_states(5))) == 5, "slots of the call before are free"
+
+
+def kept_sequence(block_pool: BlockPool, token_ids: torch.Tensor, value: float) -> list[int]:
+    """The blocks of a sequence that has left, whose states are `value`."""
+    blocks, (slot,) = block_pool.allocate(blocks_for(len(token_ids))), block_pool.allocate_states(1)
+    write(block_pool, blocks)
+    for tensor in block_pool.kv.states[3]:
+        tensor[slot] = value
+    kept = block_pool.keep_state(token_ids, blocks, slot)
+    block_pool.free_states([KEPT_SLOT if kept else slot])
+    block_pool.free(blocks)
+    return blocks
+
+
+def recurrent_pool(num_slots: int) -> BlockPool:
+    block_pool = BlockPool(BLOCK_SIZE)
+    block_pool.begin_call(Maker(), make_states=states_of)
+    block_pool.reserve_states(num_slots)
+    block_pool.reserve_call(20)
+    return block_pool
+
+
+@pytest.mark.parametrize("tokens", [3, BLOCK_SIZE, BLOCK_SIZE + 5, 3 * BLOCK_SIZE])
+def test_a_sequence_goes_on_from_the_states_after_its_longest_kept_begin(tokens):
+    block_pool, ids = recurrent_pool(6), torch.arange(4 * BLOCK_SIZE)
+    kept_sequence(block_pool, ids[:2], 1.0)
+    blocks = kept_sequence(block_pool, ids[:tokens], 2.0)
+    held, reused, slot = block_pool.resume(ids[: tokens + 1])
+    assert reused == tokens and len(held) == len(blocks)
+    assert all(is_written(block_pool, copy, block) for copy, block in zip(held, blocks, strict=True))
+    assert (held[-1] == blocks[-1]) == (tokens % BLOCK_SIZE == 0), "a block that is not full is written next: a copy"
+    assert all((tensor[slot] == 2.0).all() for tensor in block_pool.kv.states[3])
+    held, reused, slot = block_pool.resume(ids[: tokens + 1])
+    assert reused == 2, "states serve one sequence"
+    assert all((tensor[slot] == 1.0).all() for tensor in block_pool.kv.states[3])
+
+
+@pytest.mark.parametrize("tokens", [3, BLOCK_SIZE, BLOCK_SIZE + 5, 3 * BLOCK_SIZE])
+def test_states_after_other_tokens_or_all_tokens_are_not_taken(tokens):
+    """A prompt's last token is computed, for its logits."""
+    block_pool, ids = recurrent_pool(6), torch.arange(4 * BLOCK_SIZE)
+    kept_sequence(block_pool, ids[:tokens], 2.0)
+    other = ids.clone()
+    other[tokens - 1] = 0
+    for prompt in (other, ids[:tokens], ids[: tokens - 1]):
+        assert block_pool.resume(prompt) == ([], 0, KEPT_SLOT)
+    assert block_pool.resume(ids)[1] == tokens
+
+
+def test_kept_states_go_before_the_storage_grows_and_with_their_blocks():
+    block_pool, ids = recurrent_pool(2), torch.arange(5)
+    kept_sequence(block_pool, ids, 1.0)
+    kept_sequence(block_pool, ids + 10, 2.0)
+    kept_sequence(block_pool, ids + 20, 3.0)
+    assert block_pool.num_slots == 2, "the oldest states are forgotten first"
+    found = [block_pool.resume(torch.cat([ids + first, ids]))[1] for first in (0, 10, 20)]
+    assert found == [0, 5, 5]
+    block_pool.begin_call(Maker(), make_states=states_of)
+    kept_sequence(block_pool, ids, 1.0)
+    block_pool.allocate(block_pool.capacity - 1)
+    assert sorted(block_pool.allocate_states(2)) == [0, 1], "states whose blocks are gone leave their slot"
+    assert block_pool.resume(torch.cat([ids, ids]))[1] == 0
+    assert len(set(block_pool.allocate_states(3))) == 3 and block_pool.num_slots > 2
+
+
+def test_kept_states_outlive_a_call_with_the_same_weights():
+    block_pool, ids = recurrent_pool(2), torch.arange(5)
+    for version, expected in ((1, 5), (1, 5), (2, 0)):
+        block_pool.begin_call(Maker(), KVWeights(1, 0), make_states=states_of)
+        block_pool.reserve_states(2)
+        kept_sequence(block_pool, ids, 1.0)
+        block_pool.end_call()
+        block_pool.begin_call(Maker(), KVWeights(version, 0), make_states=states_of)
+        block_pool.reserve_states(2)
+        assert block_pool.resume(torch.cat([ids, ids]))[1] == expected
+    kept_sequence(block_pool, ids, 1.0)
+    block_pool.release()
+    block_pool.begin_call(Maker(), KVWeights(2, 0), make_states=states_of)
+    assert block_pool.resume(torch.cat([ids, ids])) == ([], 0, KEPT_SLOT)
+
+
+def test_nothing_is_kept_without_prefix_caching():
+    block_pool = BlockPool(BLOCK_SIZE, caches_prefixes=False)
+    block_pool.begin_call(Maker(), make_states=states_of)
+    kept_sequence(block_pool, torch.arange(5), 1.0)
+    assert block_pool.resume(torch.arange(9)) == ([], 0, KEPT_SLOT) and block_pool.num_slots == len(
+        block_pool.free_slots
+    )
 
 
 def test_recurrent_states_count_in_the_limit_and_turn_the_prefix_cache_off():

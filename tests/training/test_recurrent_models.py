@@ -14,6 +14,7 @@ from hybrid.kernels.cpu_library import cpu_library
 from tests.engines import engine_of, require_matches_hugging_face, require_same_rollouts, settings, train_step
 from tests.marks import slow_but
 from tests.tiny_models import ADAPTERS, VOCABULARY, prompts, tiny_model, twin
+from tests.training.test_prefix_caching import cached, second_turn
 
 FAMILY, MAMBA, SHORT = "qwen3_5_text", "nemotron_h", "lfm2"
 ALONE = "mamba2"  # no keys and values
@@ -35,7 +36,7 @@ def engine(adapter: str = "none", family: str = FAMILY, **blocks: Any) -> hybrid
 def require_fused(engine: hybrid.HybridEngine) -> None:
     rows = engine.coverage()
     assert {row["container"] for row in rows} == {"fused"}
-    assert all("without a prefix cache" in row["why"] for row in rows), rows
+    assert all("a prefix cache of whole sequences" in row["why"] for row in rows), rows
 
 
 def require_equal(actual: hybrid.RolloutBatch, expected: hybrid.RolloutBatch) -> None:
@@ -199,12 +200,26 @@ class Turns:
         return Observation([10 + row, 20 + len(turns), 30], reward=1.0, done=len(turns) == 3)
 
 
-def check_environment(family: str) -> None:
-    """A turn is the rollout of everything before it, and scores give a row's logprobs again."""
+def check_environment(family: str, max_num_seqs: int) -> None:
+    """A turn is the rollout of everything before it, and scores give a row's logprobs again. Its states are those of
+    the turn before, with room for all rows of them; with little room some are computed again."""
     ids, mask = prompts(3, 9, padded=True, seed=dist.get_rank())
-    environment, engine_ = Turns(), engine(family=family, rollout={"max_num_seqs": 2})
     sampling = replace(SAMPLING, max_new_tokens=60, stop_token_ids=tuple(range(2, VOCABULARY, 4)))
-    batch = engine_.rollout(ids, mask, sampling, environment=environment, environment_limits=EnvironmentLimits(4))
+    limits = EnvironmentLimits(4)
+    batches, tokens = [], []
+    for caches in (False, True):
+        settings_ = {"max_num_seqs": max_num_seqs, "enable_prefix_caching": caches}
+        environment, engine_ = Turns(), engine(family=family, rollout=settings_)
+        batches.append(engine_.rollout(ids, mask, sampling, environment=environment, environment_limits=limits))
+        stats = engine_.stats()
+        tokens.append((stats["prefilled_tokens"], stats["cached_tokens"]))
+    plain, batch = batches
+    require_equal(batch, plain)
+    (computed, none), (new, found) = tokens
+    assert none == 0 and new + found == computed
+    # Of a later turn the last sampled token, and the environment's three.
+    later = sum(len(turns) - 1 for turns in environment.turns.values())
+    assert new == int(mask.sum()) + 4 * later if max_num_seqs > 2 else found > 0
     assert max(map(len, environment.turns.values())) == 3
     scores = engine_.score(batch.sequences, batch.attention_mask, temperature=0.9)
     width, sampled = batch.completion_ids.shape[1], batch.old_per_token_logps != 0
@@ -212,9 +227,33 @@ def check_environment(family: str) -> None:
     assert torch.equal(scores.per_token_logps[:, -width:][sampled], batch.old_per_token_logps[sampled])
 
 
+@pytest.mark.parametrize("max_num_seqs", [2, 4])
 @pytest.mark.parametrize("family", slow_but([FAMILY], [FAMILY, MAMBA, SHORT, ALONE]))
-def test_environments_take_turns(ranks, family):
-    ranks.run(check_environment, family)
+def test_environments_take_turns(ranks, family, max_num_seqs):
+    ranks.run(check_environment, family, max_num_seqs)
+
+
+def check_second_turns() -> None:
+    """A call that continues the rows of an earlier one computes what is new; not after a step, nor by an adapter."""
+    engine_, plain = (engine("peft", rollout={"enable_prefix_caching": on, "lora": "unmerged"}) for on in (True, False))
+    sampling = replace(SAMPLING, max_new_tokens=12, stop_token_ids=())
+    for step in range(2):
+        ids, mask = prompts(3, 20, padded=False, seed=dist.get_rank())
+        for turn in range(3):
+            before = cached(engine_)
+            actual, expected = (e.rollout(ids, mask, sampling, num_generations=1) for e in (engine_, plain))
+            require_equal(actual, expected)
+            found, computed = (after - first for after, first in zip(cached(engine_), before, strict=True))
+            assert (found, computed) == ((3 * (ids.shape[1] - 4), 12) if turn else (0, 60)), (step, turn, found, computed, ids.shape)
+            without = [e.rollout(ids, mask, sampling, adapters=False) for e in (engine_, plain)]
+            require_equal(*without)
+            ids, mask = second_turn(actual, seed=turn)
+        for e in (engine_, plain):
+            train_step(e, seed=step)
+
+
+def test_a_second_turn_computes_only_what_is_new(ranks):
+    ranks.run(check_second_turns)
 
 
 def check_refusals(family: str) -> None:
