@@ -125,7 +125,7 @@ class DecodeState:
         ids, positions, lengths, new_positions, limits, finished, steps = (tensor[:count] for tensor in state)
         sequences = ids, positions, lengths, new_positions, limits, finished, steps
         recorded = stop_token_ids, self.tokens, self.logps
-        advance(drawn, tuple(values), *sequences, *recorded, seen, self.state_slots[:count])
+        advance(drawn, tuple(values), *sequences, *recorded, seen, self.state_slots[:count], self.block_tables[:count])
 
     @contextmanager
     def padding(self, count: int) -> Iterator[None]:

@@ -376,7 +376,7 @@ class BlockPool:
         blocks, partial, reused = self.prefix_cache.match_kept(token_ids[:-1].cpu(), self.kept_states, adapter)
         slot = self.kept_states.pop(blocks[-1] if partial is None else partial) if reused else KEPT_SLOT
         self.ref(blocks)
-        last = [] if partial is None else self._own_copy(partial)
+        last = [] if partial is None else self._own_copy(partial, takes=True)  # of no use without its states
         if partial is not None and not last:
             self.free(blocks)
             self.free_states([slot])
@@ -385,20 +385,22 @@ class BlockPool:
         self.prefilled_tokens += len(token_ids) - reused
         return blocks + last, reused, slot
 
-    def _own_copy(self, block: int) -> list[int]:
-        """Return a new block with a cached block's content: or that block itself, which is forgotten, where there is no
-        room for two; none if others use it."""
-        if len(self.free_blocks) + len(self.evictable) > (block in self.evictable):
-            self.ref([block])
+    def _own_copy(self, block: int, takes: bool = False) -> list[int]:
+        """Return a new block with a cached block's content; or that block itself, which is forgotten, if `takes` or
+        where there is no room for two; none if others use it and there is no room."""
+        is_unused = block in self.evictable
+        has_room = len(self.free_blocks) + len(self.evictable) > is_unused
+        if is_unused and (takes or not has_room):
+            self._forget(self.prefix_cache.remove(block))
             copy = self.allocate(1)
-            self.copy([block], copy)
-            self.free([block])
+            assert copy == [block], "the block that was just freed is allocated first"
             return copy
-        if block not in self.evictable:
+        if not has_room:
             return []
-        self._forget(self.prefix_cache.remove(block))
+        self.ref([block])
         copy = self.allocate(1)
-        assert copy == [block], "the block that was just freed is allocated first"
+        self.copy([block], copy)
+        self.free([block])
         return copy
 
     def copy(self, sources: list[int], targets: list[int]) -> None:

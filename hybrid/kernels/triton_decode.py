@@ -64,15 +64,17 @@ def _advance_kernel(
     logps,
     seen,
     state_slots,
+    block_tables,
     count,
     num_stops,
     capacity,
     max_steps,
     seen_stride,
+    table_stride,
     HAS_SEEN: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """One program per ROWS sequences; a finished sequence changes nothing."""
+    """One program per ROWS sequences; a finished sequence changes nothing, and becomes padding."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < count
     runs = live & (tl.load(finished + row, mask=live, other=1) == 0)
@@ -96,9 +98,13 @@ def _advance_kernel(
     tl.store(new_positions + row, new, mask=runs)
     tl.store(finished + row, tl.full((ROWS,), 1, tl.int32), mask=runs & ends)
     tl.store(state_slots + row, tl.full((ROWS,), -1, tl.int32), mask=runs & ends)
+    zero = tl.zeros((ROWS,), tl.int32)
+    tl.store(block_tables + row.to(tl.int64) * table_stride, zero, mask=runs & ends)
+    position = tl.load(positions + row, mask=goes_on, other=-1) + 1
+    length = tl.load(lengths + row, mask=goes_on, other=0) + 1
     tl.store(ids + row, token, mask=goes_on)
-    tl.store(positions + row, tl.load(positions + row, mask=goes_on, other=0) + 1, mask=goes_on)
-    tl.store(lengths + row, tl.load(lengths + row, mask=goes_on, other=0) + 1, mask=goes_on)
+    tl.store(positions + row, position, mask=runs)
+    tl.store(lengths + row, length, mask=runs)
 
 
 def advance(
@@ -116,18 +122,20 @@ def advance(
     logps: torch.Tensor,
     seen: torch.Tensor | None,
     state_slots: torch.Tensor,
+    block_tables: torch.Tensor,
 ) -> None:
-    """Record each unfinished sequence's new token, and make it the input of its next step unless it is the last one.
+    """Record each unfinished sequence's new token, and make it the input of its next step. After its last one a
+    sequence is padding: of one token, in block 0, so that further steps write nothing of it and read little.
 
     drawn: int64 [sequences], with three logprobs and the sampling mask, float32 [sequences] each.
-    ids int64, positions, lengths int32 [sequences]: a step's batch; those of a finished sequence stay as they are, so
-        that further steps write its latest key and value once more.
+    ids int64, positions, lengths int32 [sequences]: a step's batch.
     new_positions: int64 [sequences], the index of the new token in its completion.  limits: int64 [sequences], the most
         new tokens.  finished: int32 [sequences], 0 or 1.  steps: int32 [sequences], tokens recorded so far.
     stop_token_ids: int64 [n].
     tokens: int64 [max_steps, capacity], and logps: float32 [4, max_steps, capacity], by step and sequence.
     seen: None, or uint8 [sequences, vocab], 1 for the tokens that a sequence has; rows may be strided.
     state_slots: int32 [sequences]; -1 for a sequence that has ended, so that later steps do not write its state.
+    block_tables: int32 [sequences, blocks], rows may be strided.
     """
     (max_steps, capacity), device = tokens.shape, drawn.device
     require_contiguous(device, torch.int64, drawn, ids, new_positions, limits, stop_token_ids, tokens)
@@ -135,8 +143,10 @@ def advance(
     require_contiguous(device, torch.float32, *drawn_logps, logps)
     assert logps.shape == (4, max_steps, capacity), f"logprobs are {tuple(logps.shape)}, tokens {tuple(tokens.shape)}"
     assert seen is None or (seen.dtype == torch.uint8 and seen.stride(1) == 1), "seen tokens are uint8, by rows"
+    assert block_tables.dtype == torch.int32 and block_tables.stride(1) == 1, "block tables are int32, by rows"
     grid = (triton.cdiv(len(drawn), ROWS),)
     batch = ids, positions, lengths, new_positions, limits, finished, steps
-    results = stop_token_ids, tokens, logps, finished if seen is None else seen, state_slots
-    sizes = len(drawn), len(stop_token_ids), capacity, max_steps, 0 if seen is None else seen.stride(0)
+    results = stop_token_ids, tokens, logps, finished if seen is None else seen, state_slots, block_tables
+    strides = 0 if seen is None else seen.stride(0), block_tables.stride(0)
+    sizes = len(drawn), len(stop_token_ids), capacity, max_steps, *strides
     _advance_kernel[grid](drawn, *drawn_logps, *batch, *results, *sizes, HAS_SEEN=seen is not None, ROWS=ROWS)

@@ -234,8 +234,7 @@ def need_of(
 
     def need(rows: int, tokens: int) -> Need:
         kv = kv_bytes(fused, rollout.kv_step, rows, tokens) if rows else 0
-        caches = rows and decoder is not None and not decoder.spec.is_recurrent
-        extra = rollout.prefix_cache_bytes if caches else 0
+        extra = rollout.prefix_cache_bytes if rows and decoder is not None else 0
         kv = min(kv + extra, rollout.kv_cache_bytes or kv + extra)
         ranks = 1 if decoder is None or decoder.group is None else mode.tp_size  # that decode one batch
         logits = logit_rows(decoder, ranks * max(rows, 1), tokens) * -(-vocabulary // ranks) * 4

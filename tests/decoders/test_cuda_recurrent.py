@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
 
+from hybrid.decoders.batch import KVWeights
 from hybrid.decoders.cuda_decoder import CudaDecoder
 from hybrid.decoders.decoder_weights import DecoderWeights
 from hybrid.decoders.fused_model import FusedModel
@@ -147,10 +148,10 @@ def request(stop_token_id: int = -1, rows: int = 6) -> Request:
 
 @torch.no_grad()
 def completions_of(request: Request, decoder: TorchDecoder, max_num_seqs: int, steps: int, pool: BlockPool):
-    pool.begin_call(decoder.kv, None, decoder.states)
+    pool.begin_call(decoder.kv, KVWeights(1, 0), decoder.states)
     phase = lambda name: contextlib.nullcontext()  # noqa: E731
     completions = Scheduler(request, decoder, pool, max_num_seqs, phase, steps).run()
-    assert len(pool.free_slots) == pool.num_slots, "slots were not given back"
+    assert len(pool.free_slots) + len(pool.kept_states) == pool.num_slots, "slots were not given back"
     return completions
 
 
@@ -178,6 +179,25 @@ def test_the_loop_in_graphs_gives_the_tokens_of_the_decoder_in_torch(family, mon
         require_equal(completions_of(stopping, decoder, 3, 4, BlockPool(32)), expected)
         captured = decoder.graphs.capture.captured
     assert decoder.eager_reason == "" and captured == len(decoder.graphs), "the second call captured again"
+
+
+@pytest.mark.parametrize("family", slow_but(["qwen3_5_text"], ["qwen3_5_text", "bamba", "lfm2"]))
+def test_kept_states_are_those_at_a_sequences_end(family):
+    """Though its batch goes on for other rows: a next turn from them has the tokens of one from nothing."""
+    decoder, pool = cuda_decoder(small(family)), BlockPool(32)
+    first = replace(request(), max_new_tokens=14, limits=torch.tensor([5, 9, 14, 7, 12, 14]))
+    done = completions_of(first, decoder, 6, 16, pool)
+    prompts = [
+        torch.cat([ids[-length:], tokens[:count], torch.tensor([7, 8])])
+        for ids, length, tokens, count in zip(
+            first.prompt_ids, first.prompt_lengths, done.tokens, done.lengths.tolist(), strict=True
+        )
+    ]
+    second = request_of(prompts, sampling_keys=first.sampling_keys, max_new_tokens=6)
+    second = replace(second, limits=torch.full((len(prompts),), 6), stop_token_ids=first.stop_token_ids)
+    actual = completions_of(second, decoder, 6, 16, pool)
+    assert pool.prefilled_tokens == 3 * len(prompts), "the last sampled token and the two new ones"
+    require_equal(actual, completions_of(second, decoder, 6, 16, BlockPool(32)))
 
 
 @torch.no_grad()

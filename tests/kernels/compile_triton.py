@@ -211,7 +211,7 @@ def launch_loop() -> None:
     logps, tokens, results = [torch.empty(4)] * 4, torch.empty(32, 4, dtype=torch.int64), torch.empty(4, 32, 4)
     for seen in (None, torch.empty(4, 151937, dtype=torch.uint8)):
         batch = ids, numbers, numbers, ids, ids, numbers, numbers
-        triton_decode.advance(ids, logps, *batch, ids, tokens, results, seen, numbers)
+        triton_decode.advance(ids, logps, *batch, ids, tokens, results, seen, numbers, tables.int())
 
 
 def launch_sampling() -> None:
