@@ -1,6 +1,7 @@
 """The gain of prefix caching and of partial rollouts, each against the same rollout without, in turns.
 
     torchrun --nproc_per_node=1 -m benchmarks.rollout_features turns
+    torchrun --nproc_per_node=1 -m benchmarks.rollout_features turns --shape qwen3_5
     torchrun --nproc_per_node=1 -m benchmarks.rollout_features partial --shape 134M
 
 turns: the time to the first token of a conversation's second turn, and the share of its tokens that are computed.
@@ -16,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3_5TextConfig
 
 import hybrid
 from benchmarks import results, tables
@@ -23,12 +25,40 @@ from benchmarks.overhead import PLAIN, SHAPES, engine_of, llama
 from benchmarks.ranks import print_on_rank_0, start_ranks
 
 NEW_TOKENS = 32  # of the user, in the second turn
+RECURRENT = {  # of 9M parameters: three gated delta nets for each attention, as in the released models
+    "qwen3_5": {
+        "vocab_size": 4096,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "max_position_embeddings": 4096,
+    }
+}
+
+
+def model_of(shape: str) -> PreTrainedModel:
+    """A model with random weights."""
+    if shape in RECURRENT:
+        return AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**RECURRENT[shape]))
+    return llama(*SHAPES[shape])
+
+
+def vocabulary_of(shape: str) -> int:
+    """The number of a model's tokens."""
+    return RECURRENT[shape]["vocab_size"] if shape in RECURRENT else SHAPES[shape][-1]
 
 
 def make_engine(shape: str, **rollout: bool) -> hybrid.HybridEngine:
     """An engine under ZeRO-3.  rollout: settings of its block."""
     torch.manual_seed(0)
-    return engine_of(llama(*SHAPES[shape]), rollout, PLAIN)
+    return engine_of(model_of(shape), rollout, PLAIN)
 
 
 def tokens(rows: int, length: int, vocabulary: int, seed: int) -> torch.Tensor:
@@ -48,7 +78,7 @@ def in_turns(ways: dict[str, Callable[[], float]], repetitions: int) -> dict[str
 def measure_turns(shape: str, rows: int, prompt: int, new: int, repetitions: int) -> dict[str, Any]:
     """The second turn of `rows` conversations of `prompt` + `new` tokens, with and without prefix caching: seconds, and
     the shares of its tokens that were computed."""
-    vocabulary = SHAPES[shape][-1]
+    vocabulary = vocabulary_of(shape)
     plain, caching = (make_engine(shape, enable_prefix_caching=on) for on in (False, True))
     first = hybrid.SamplingParams(max_new_tokens=new, min_new_tokens=new)
     one = hybrid.SamplingParams(max_new_tokens=1)
@@ -128,7 +158,7 @@ def measure_partial(
 ) -> dict[str, Any]:
     """Tokens a second of rollouts that stop once `share` of `rows` rows are done, and go on with the rest in the next;
     against whole ones. After `iterations` rollouts of each, the shares of new and old rows are steady."""
-    engine, vocabulary = make_engine(shape), SHAPES[shape][-1]
+    engine, vocabulary = make_engine(shape), vocabulary_of(shape)
     of_ways = {
         name: LogNormalRows(engine, vocabulary, rows, prompt, new, stops)
         for name, stops in {"whole rollouts": None, f"stop at {share:.0%}": share}.items()
@@ -151,7 +181,7 @@ def main() -> None:
     """Measure what the command line asks for."""
     parser = results.parser(__doc__, rows=64, repetitions=3)
     parser.add_argument("what", choices=["turns", "partial"])
-    parser.add_argument("--shape", choices=SHAPES, default="7M")
+    parser.add_argument("--shape", choices=[*SHAPES, *RECURRENT], default="7M")
     parser.add_argument("--prompt", type=int, help="tokens of a prompt; default: 1024 for turns, 32 for partial")
     parser.add_argument("--new", type=int, help="tokens of a completion; default: 64 for turns, 512 for partial")
     parser.add_argument("--share", type=float, default=0.75, help="of the rows, after which a partial rollout stops")

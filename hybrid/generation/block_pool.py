@@ -2,8 +2,10 @@
 
 import math
 from bisect import bisect_left, insort
+from collections import ChainMap
 from collections.abc import Callable, Container, Hashable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +15,16 @@ RESERVED_SHARE = 0.9  # of what forwards leave of free memory: the most that `re
 TOKEN_BYTES = 8  # int64
 FULL_BYTES = BLOCK_SIZE * TOKEN_BYTES
 KEPT_SLOT = -1  # instead of a slot that the pool has kept, or has none of
+
+
+class KeptState(NamedTuple):
+    """The slot of the recurrent states after a cached block's tokens.
+
+    is_shared: each sequence that begins with these tokens copies the states; else one sequence takes the slot.
+    """
+
+    slot: int
+    is_shared: bool
 
 
 def blocks_for(tokens: int) -> int:
@@ -35,8 +47,8 @@ class BlockPool:
     extra_bytes: for them, beyond what a call needs; of a model with recurrent layers one half is for states.
 
     Of a model with recurrent layers a sequence also has a slot for its states, which no other sequence shares. Blocks
-    alone do not continue such a sequence: `keep_state` keeps them with the states after their last token, for one
-    sequence that begins with exactly these tokens (`resume`).
+    alone do not continue such a sequence: `keep_state` keeps them with the states after their last token, for sequences
+    that begin with exactly these tokens (`resume`).
 
     Block 0 is never allocated: the padding rows of a CUDA graph write there.
     """
@@ -68,7 +80,7 @@ class BlockPool:
         self.make_states: Callable[[int], States] | None = None  # during a call of a model with recurrent layers
         self.states: States = {}  # as `PagedKV.states`
         self.free_slots: list[int] = []
-        self.kept_states: dict[int, int] = {}  # slots of the states after cached blocks' tokens, the oldest first
+        self.kept_states: dict[int, KeptState] = {}  # by cached block, the least recently used first
         self.num_slots = self.slot_bytes = 0
 
     def begin_call(
@@ -89,7 +101,7 @@ class BlockPool:
         if kind_of(states) != kind_of(self.states):
             self.states, self.num_slots, self.kept_states = {}, 0, {}
         self.make_states, self.slot_bytes = make_states, state_bytes(states)
-        self.free_slots = sorted(set(range(self.num_slots)) - set(self.kept_states.values()))
+        self.free_slots = sorted(set(range(self.num_slots)) - {kept.slot for kept in self.kept_states.values()})
         if self.kv.keys and self.kv.kind != block.kind:
             self.release()
         self.make, self.block_bytes, self.call_limit = make, block.block_bytes, None
@@ -205,7 +217,7 @@ class BlockPool:
         if self.make_states is None:
             return [0] * count
         while len(self.free_slots) < count and self.kept_states:
-            self.free_slots.append(self.kept_states.pop(next(iter(self.kept_states))))
+            self.free_slots.append(self.kept_states.pop(next(iter(self.kept_states))).slot)
         if len(self.free_slots) < count:
             self._grow_slots(max(self.num_slots + count - len(self.free_slots), self.num_slots * 3 // 2))
         return [self.free_slots.pop() for _ in range(count)]
@@ -257,7 +269,7 @@ class BlockPool:
         """Free those of these blocks, which are not cached any more, that nothing refers to."""
         for block in blocks:
             if block in self.kept_states:
-                self.free_slots.append(self.kept_states.pop(block))
+                self.free_slots.append(self.kept_states.pop(block).slot)
             if block in self.evictable:
                 del self.evictable[block]
                 self.free_blocks.append(block)
@@ -315,7 +327,7 @@ class BlockPool:
 
         adapter: the number of the sequence's, as `PackedBatch.adapters`. Sequences of different ones share no blocks.
         """
-        if self._finds_prefixes:
+        if self.caches_prefixes:
             self.prefix_cache.insert(token_ids.cpu(), blocks, adapter)
 
     def first_new_block(self, token_ids: torch.Tensor, adapter: int = NO_ADAPTER) -> tuple[int, bytes] | None:
@@ -327,6 +339,10 @@ class BlockPool:
         if (full + 1) * BLOCK_SIZE > len(token_ids):
             return None
         return adapter, token_ids[: (full + 1) * BLOCK_SIZE].numpy().tobytes()
+
+    def blocks_before_parting(self, token_ids: torch.Tensor, adapter: int = NO_ADAPTER) -> int:
+        """Return after how many full blocks a cached sequence does not go on as this one, int64 [n]; 0: none does."""
+        return self.prefix_cache.blocks_before_parting(token_ids.cpu(), adapter) if self.caches_prefixes else 0
 
     def same_blocks(self, token_ids: torch.Tensor) -> list[int]:
         """Return the cached full blocks that a sequence, int64 [n], begins with, with a reference to each: for a caller
@@ -348,6 +364,7 @@ class BlockPool:
             computed.
         adapter: as for `insert`.
         """
+        assert self.shares_prefixes, "blocks alone do not continue recurrent states"
         blocks, partial, common = self.prefix_cache.match(token_ids[:-1].cpu(), adapter)
         self.ref(blocks)
         last = self._own_copy(partial) if common else []
@@ -359,31 +376,71 @@ class BlockPool:
             self.reused_scored_tokens += reused
         return blocks + last, reused
 
-    def keep_state(self, token_ids: torch.Tensor, blocks: list[int], slot: int, adapter: int = NO_ADAPTER) -> bool:
+    def keep_state(
+        self, token_ids: torch.Tensor, blocks: list[int], slot: int, adapter: int = NO_ADAPTER, is_shared: bool = False
+    ) -> bool:
         """Record that blocks hold these tokens, int64 [n], from a sequence's begin on, and a slot the states after the
         last of them; as `insert`.
 
+        is_shared: as in `KeptState`; then n is a multiple of BLOCK_SIZE.
         Returns whether the pool has taken the slot: not if it keeps nothing, or has these states.
         """
         if not self.caches_prefixes:
             return False
         last = self.prefix_cache.insert(token_ids.cpu(), blocks, adapter)
-        return self.kept_states.setdefault(last, slot) == slot
+        return self.kept_states.setdefault(last, KeptState(slot, is_shared)).slot == slot
 
-    def resume(self, token_ids: torch.Tensor, adapter: int = NO_ADAPTER) -> tuple[list[int], int, int]:
-        """As `reuse`, of a prompt for a model with recurrent layers. Returns also the slot of the states after the
-        tokens that the blocks hold, KEPT_SLOT if there are none; the slot is the caller's now."""
-        blocks, partial, reused = self.prefix_cache.match_kept(token_ids[:-1].cpu(), self.kept_states, adapter)
-        slot = self.kept_states.pop(blocks[-1] if partial is None else partial) if reused else KEPT_SLOT
-        self.ref(blocks)
-        last = [] if partial is None else self._own_copy(partial, takes=True)  # of no use without its states
-        if partial is not None and not last:
-            self.free(blocks)
-            self.free_states([slot])
-            blocks, reused, slot = [], 0, KEPT_SLOT
-        self.reused_tokens += reused
-        self.prefilled_tokens += len(token_ids) - reused
-        return blocks + last, reused, slot
+    def touch_state(self, token_ids: torch.Tensor, adapter: int) -> int:
+        """Make the states that a prompt, int64 [n], would continue from those that are forgotten last. Returns the
+        number of tokens before them; 0: there are none."""
+        blocks, partial, known = self.prefix_cache.match_kept(token_ids[:-1].cpu(), self.kept_states, adapter)
+        if known:
+            last = blocks[-1] if partial is None else partial
+            self.kept_states[last] = self.kept_states.pop(last)
+        return known
+
+    def resume(self, prompts: list[torch.Tensor], adapters: list[int]) -> list[tuple[list[int], int, int]]:
+        """As `reuse`, of prompts, int64 [n] each, for a model with recurrent layers. Returns for each its known blocks,
+        the tokens that these hold, and a slot for its states, which has the states after these tokens."""
+        shared: dict[int, KeptState] = {}  # which prompts begin with, by block: not forgotten before they are copied
+        found: list[tuple[list[int], int]] = []
+        slots, sources = [KEPT_SLOT] * len(prompts), dict[int, list[int]]()
+        for index, (token_ids, adapter) in enumerate(zip(prompts, adapters, strict=True)):
+            states = ChainMap(shared, self.kept_states)
+            blocks, partial, reused = self.prefix_cache.match_kept(token_ids[:-1].cpu(), states, adapter)
+            if reused:
+                last = blocks[-1] if partial is None else partial
+                state = shared[last] if last in shared else self.kept_states.pop(last)
+                if state.is_shared:
+                    shared[last] = state
+                    sources.setdefault(last, []).append(index)
+                else:
+                    slots[index] = state.slot
+            self.ref(blocks)
+            if partial is not None and not (own := self._own_copy(partial, takes=True)):  # of no use without its states
+                self.free(blocks)
+                self.free_states([slots[index]])
+                blocks, reused, slots[index] = [], 0, KEPT_SLOT
+            elif partial is not None:
+                blocks += own
+            self.reused_tokens += reused
+            self.prefilled_tokens += len(token_ids) - reused
+            found.append((blocks, reused))
+        missing = slots.count(KEPT_SLOT) - len(self.free_slots) - len(self.kept_states)
+        for block, state in list(shared.items()):
+            users = sources[block]
+            if missing > 0:  # the last one takes the states
+                slots[users.pop()] = shared.pop(block).slot
+                missing -= 1
+            copies = self.allocate_states(len(users))
+            self.copy_states(state.slot, copies)
+            for index, slot in zip(users, copies, strict=True):
+                slots[index] = slot
+        without = [index for index, slot in enumerate(slots) if slot == KEPT_SLOT]
+        for index, slot in zip(without, self.allocate_states(len(without)), strict=True):
+            slots[index] = slot
+        self.kept_states |= shared
+        return [(blocks, reused, slot) for (blocks, reused), slot in zip(found, slots, strict=True)]
 
     def _own_copy(self, block: int, takes: bool = False) -> list[int]:
         """Return a new block with a cached block's content; or that block itself, which is forgotten, if `takes` or
@@ -418,7 +475,7 @@ class BlockPool:
         self._release_blocks()
 
     def _release_blocks(self) -> None:
-        self.free_states(list(self.kept_states.values()))
+        self.free_states([kept.slot for kept in self.kept_states.values()])
         self.kept_states = {}
         self.kv, self.free_blocks, self.ref_counts = PagedKV([], []), [], []
         self.prefix_cache, self.evictable = PrefixCache(), {}
@@ -520,6 +577,16 @@ class PrefixCache:
                 return blocks[:depth], None, depth * BLOCK_SIZE
         return [], None, 0
 
+    def blocks_before_parting(self, token_ids: torch.Tensor, adapter: int = NO_ADAPTER) -> int:
+        """As `BlockPool.blocks_before_parting`, of a sequence on the host."""
+        tokens = token_ids.numpy().tobytes()
+        path = self.full_blocks(tokens, adapter)
+        if not path or not path[-1].children:
+            return 0
+        common, block = path[-1].closest(tokens[len(path) * FULL_BYTES :])
+        is_continued = common * TOKEN_BYTES == len(self.by_block[block].tokens) if common else False
+        return 0 if is_continued else len(path)
+
     def full_blocks(self, tokens: bytes, adapter: int = NO_ADAPTER) -> list[CachedBlock]:
         """Return the cached full blocks of a sequence's first tokens, int64 as bytes."""
         path, node = [], self.root(adapter)
@@ -556,8 +623,12 @@ def common_tokens(tokens: bytes, others: bytes) -> int:
     """Return the length of the common prefix of two sequences, given as bytes of int64."""
     if tokens[:TOKEN_BYTES] != others[:TOKEN_BYTES]:  # the usual case, and fast
         return 0
-    count = min(len(tokens), len(others)) // TOKEN_BYTES
-    if tokens[: count * TOKEN_BYTES] == others[: count * TOKEN_BYTES]:
-        return count
-    pairs = zip(memoryview(tokens).cast("q"), memoryview(others).cast("q"), strict=False)
-    return next(index for index, (token, other) in enumerate(pairs) if token != other)
+    count, high = 0, min(len(tokens), len(others)) // TOKEN_BYTES
+    while count < high:
+        middle = (count + high + 1) // 2
+        part = slice(count * TOKEN_BYTES, middle * TOKEN_BYTES)
+        if tokens[part] == others[part]:
+            count = middle
+        else:
+            high = middle - 1
+    return count

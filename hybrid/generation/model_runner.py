@@ -18,7 +18,8 @@ from hybrid.decoders.batch import (
 )
 from hybrid.decoders.drafts import Drafting, VerifiedTokens, verify_steps
 from hybrid.decoders.fused_model import AnyDecoder
-from hybrid.generation.block_pool import KEPT_SLOT, BlockPool, blocks_for
+from hybrid.generation.block_pool import BlockPool, blocks_for
+from hybrid.generation.recurrent_prefixes import shared_prefixes
 from hybrid.generation.sequence import Sequence
 from hybrid.runtime.interrupts import INTERRUPTS
 from hybrid.sampling.state import SamplingState
@@ -75,9 +76,11 @@ def prefill(
     logits: dict[int, torch.Tensor] = {}
     prompts = [prompt.cpu() for prompt in prompts]
     own = [NO_ADAPTER] * len(prompts) if adapters is None else adapters
+    if not block_pool.shares_prefixes:
+        keep_shared_states(decoder, block_pool, prompts, adapters)
     for wave in prefill_waves(block_pool, prompts, own):
         begins = []
-        resumed = {} if block_pool.shares_prefixes else resumed_prompts(block_pool, prompts, own)  # all in one wave
+        resumed = [] if block_pool.shares_prefixes else block_pool.resume(prompts, own)  # all in one wave
         for index in wave:
             if resumed:
                 blocks[index], begin, state_slots[index] = resumed[index]
@@ -100,15 +103,28 @@ def prefill(
     return blocks, state_slots, torch.stack([logits[index] for index in range(len(prompts))])
 
 
-def resumed_prompts(
-    block_pool: BlockPool, prompts: list[torch.Tensor], adapters: list[int]
-) -> list[tuple[list[int], int, int]]:
-    """Return what the pool has of each prompt, int64 [n] on the host, of a model with recurrent layers: blocks, tokens
-    that these hold, and a slot with the states after them; or a new slot. All are taken before blocks and slots are
-    allocated, which would forget some."""
-    resumed = [block_pool.resume(prompt, adapter) for prompt, adapter in zip(prompts, adapters, strict=True)]
-    fresh = iter(block_pool.allocate_states(sum(slot == KEPT_SLOT for *_, slot in resumed)))
-    return [(blocks, begin, next(fresh) if slot == KEPT_SLOT else slot) for blocks, begin, slot in resumed]
+def keep_shared_states(
+    decoder: AnyDecoder, block_pool: BlockPool, prompts: list[torch.Tensor], adapters: list[int] | None
+) -> None:
+    """Compute what several prompts begin with, of a model with recurrent layers, and keep its blocks and states, from
+    which `prefill` continues. The arguments are `prefill`'s."""
+    own = [NO_ADAPTER] * len(prompts) if adapters is None else adapters
+    for wave in shared_prefixes(block_pool, prompts, own):
+        of_wave, prefixes = [adapter for adapter, _ in wave], [token_ids for _, token_ids in wave]
+        resumed = block_pool.resume(prefixes, of_wave)
+        block_pool.reused_tokens -= sum(map(len, prefixes))  # the prompts count them, of which one has computed them
+        begins, slots = [begin for _, begin, _ in resumed], [slot for *_, slot in resumed]
+        blocks = [
+            known + block_pool.allocate(blocks_for(len(token_ids)) - len(known))
+            for token_ids, (known, *_) in zip(prefixes, resumed, strict=True)
+        ]
+        numbers = None if adapters is None else of_wave
+        for _ in hidden_states(decoder, block_pool, prefixes, blocks, begins, None, slots, numbers):
+            pass  # its logits are not needed
+        for token_ids, held, slot, adapter in zip(prefixes, blocks, slots, of_wave, strict=True):
+            if not block_pool.keep_state(token_ids, held, slot, adapter, is_shared=True):
+                block_pool.free_states([slot])
+            block_pool.free(held)
 
 
 def prefill_waves(block_pool: BlockPool, prompts: list[torch.Tensor], adapters: list[int]) -> Iterator[list[int]]:

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from hybrid.decoders.batch import BLOCK_SIZE, KVWeights, PagedKV
+from hybrid.decoders.batch import BLOCK_SIZE, NO_ADAPTER, KVWeights, PagedKV
 from hybrid.generation.block_pool import KEPT_SLOT, BlockPool, blocks_for
 
 LAYERS, WIDTH = 2, 3
@@ -269,16 +269,27 @@ def test_recurrent_states_have_slots_that_are_copied_and_grow():
     assert len(set(block_pool.allocate_states(5))) == 5, "slots of the call before are free"
 
 
-def kept_sequence(block_pool: BlockPool, token_ids: torch.Tensor, value: float) -> list[int]:
+def kept_sequence(block_pool: BlockPool, token_ids: torch.Tensor, value: float, is_shared: bool = False) -> list[int]:
     """The blocks of a sequence that has left, whose states are `value`."""
     blocks, (slot,) = block_pool.allocate(blocks_for(len(token_ids))), block_pool.allocate_states(1)
     write(block_pool, blocks)
     for tensor in block_pool.kv.states[3]:
         tensor[slot] = value
-    kept = block_pool.keep_state(token_ids, blocks, slot)
+    kept = block_pool.keep_state(token_ids, blocks, slot, is_shared=is_shared)
     block_pool.free_states([KEPT_SLOT if kept else slot])
     block_pool.free(blocks)
     return blocks
+
+
+def resumed(block_pool: BlockPool, prompt: torch.Tensor) -> tuple[list[int], int, int]:
+    return block_pool.resume([prompt], [NO_ADAPTER])[0]
+
+
+def states_in(block_pool: BlockPool, slots: list[int]) -> list[float]:
+    """The states in slots, of which each has one value."""
+    values = [[tensor[slot].unique().tolist() for tensor in block_pool.kv.states[3]] for slot in slots]
+    assert all(first == second and len(first) == 1 for first, second in values)
+    return [first[0] for first, _ in values]
 
 
 def recurrent_pool(num_slots: int) -> BlockPool:
@@ -294,13 +305,13 @@ def test_a_sequence_goes_on_from_the_states_after_its_longest_kept_begin(tokens)
     block_pool, ids = recurrent_pool(6), torch.arange(4 * BLOCK_SIZE)
     kept_sequence(block_pool, ids[:2], 1.0)
     blocks = kept_sequence(block_pool, ids[:tokens], 2.0)
-    held, reused, slot = block_pool.resume(ids[: tokens + 1])
+    held, reused, slot = resumed(block_pool, ids[: tokens + 1])
     assert reused == tokens and len(held) == len(blocks)
     assert held == blocks, "no other sequence needs them"
-    assert all((tensor[slot] == 2.0).all() for tensor in block_pool.kv.states[3])
-    held, reused, slot = block_pool.resume(ids[: tokens + 1])
+    assert states_in(block_pool, [slot]) == [2.0]
+    held, reused, slot = resumed(block_pool, ids[: tokens + 1])
     assert reused == 2, "states serve one sequence"
-    assert all((tensor[slot] == 1.0).all() for tensor in block_pool.kv.states[3])
+    assert states_in(block_pool, [slot]) == [1.0]
 
 
 @pytest.mark.parametrize("tokens", [3, BLOCK_SIZE, BLOCK_SIZE + 5, 3 * BLOCK_SIZE])
@@ -311,8 +322,8 @@ def test_states_after_other_tokens_or_all_tokens_are_not_taken(tokens):
     other = ids.clone()
     other[tokens - 1] = 0
     for prompt in (other, ids[:tokens], ids[: tokens - 1]):
-        assert block_pool.resume(prompt) == ([], 0, KEPT_SLOT)
-    assert block_pool.resume(ids)[1] == tokens
+        assert resumed(block_pool, prompt)[:2] == ([], 0)
+    assert resumed(block_pool, ids)[1] == tokens
 
 
 def test_kept_states_go_before_the_storage_grows_and_with_their_blocks():
@@ -321,13 +332,13 @@ def test_kept_states_go_before_the_storage_grows_and_with_their_blocks():
     kept_sequence(block_pool, ids + 10, 2.0)
     kept_sequence(block_pool, ids + 20, 3.0)
     assert block_pool.num_slots == 2, "the oldest states are forgotten first"
-    found = [block_pool.resume(torch.cat([ids + first, ids]))[1] for first in (0, 10, 20)]
-    assert found == [0, 5, 5]
+    found = [resumed(block_pool, torch.cat([ids + first, ids]))[1] for first in (20, 10)]
+    assert found == [5, 5] and block_pool.num_slots == 2
     block_pool.begin_call(Maker(), make_states=states_of)
     kept_sequence(block_pool, ids, 1.0)
     block_pool.allocate(block_pool.capacity - 1)
     assert sorted(block_pool.allocate_states(2)) == [0, 1], "states whose blocks are gone leave their slot"
-    assert block_pool.resume(torch.cat([ids, ids]))[1] == 0
+    assert resumed(block_pool, torch.cat([ids, ids]))[1] == 0
     assert len(set(block_pool.allocate_states(3))) == 3 and block_pool.num_slots > 2
 
 
@@ -340,23 +351,51 @@ def test_kept_states_outlive_a_call_with_the_same_weights():
         block_pool.end_call()
         block_pool.begin_call(Maker(), KVWeights(version, 0), make_states=states_of)
         block_pool.reserve_states(2)
-        assert block_pool.resume(torch.cat([ids, ids]))[1] == expected
+        assert resumed(block_pool, torch.cat([ids, ids]))[1] == expected
+        block_pool.begin_call(Maker(), KVWeights(version, 0), make_states=states_of)
     kept_sequence(block_pool, ids, 1.0)
     block_pool.release()
     block_pool.begin_call(Maker(), KVWeights(2, 0), make_states=states_of)
-    assert block_pool.resume(torch.cat([ids, ids])) == ([], 0, KEPT_SLOT)
+    assert resumed(block_pool, torch.cat([ids, ids]))[:2] == ([], 0)
 
 
 def test_nothing_is_kept_without_prefix_caching():
     block_pool = BlockPool(BLOCK_SIZE, caches_prefixes=False)
     block_pool.begin_call(Maker(), make_states=states_of)
     kept_sequence(block_pool, torch.arange(5), 1.0)
-    assert block_pool.resume(torch.arange(9)) == ([], 0, KEPT_SLOT) and block_pool.num_slots == len(
-        block_pool.free_slots
-    )
+    assert resumed(block_pool, torch.arange(9))[:2] == ([], 0)
+    assert block_pool.num_slots == len(block_pool.free_slots) + 1
 
 
-def test_recurrent_states_count_in_the_limit_and_turn_the_prefix_cache_off():
+def test_shared_states_serve_every_sequence():
+    """Each gets a copy; where slots are short the last one takes the states, and other kept states go first."""
+    block_pool, ids = recurrent_pool(4), torch.arange(2 * BLOCK_SIZE)
+    kept_sequence(block_pool, ids[:BLOCK_SIZE], 1.0, is_shared=True)
+    kept_sequence(block_pool, ids + 7, 2.0)
+    prompts = [torch.cat([ids[:BLOCK_SIZE], torch.tensor([first, 5])]) for first in (90, 91)]
+    found = block_pool.resume(prompts, [NO_ADAPTER] * 2)
+    assert [reused for _, reused, _ in found] == [BLOCK_SIZE] * 2
+    assert found[0][0] == found[1][0], "full blocks are shared"
+    slots = [slot for *_, slot in found]
+    assert states_in(block_pool, slots) == [1.0, 1.0] and len(set(slots)) == 2
+    for tensor in block_pool.kv.states[3]:
+        tensor[slots] = 3.0
+    assert resumed(block_pool, prompts[0])[1] == BLOCK_SIZE and block_pool.num_slots == 4
+    block_pool.free_states(slots)
+    found = block_pool.resume([*prompts, prompts[0] + 1], [NO_ADAPTER] * 3)
+    assert [reused for _, reused, _ in found] == [BLOCK_SIZE, BLOCK_SIZE, 0]
+    slots = [slot for *_, slot in found]
+    assert states_in(block_pool, slots[:2]) == [1.0, 1.0] and len(set(slots)) == 3
+    assert block_pool.num_slots == 4 and not block_pool.kept_states
+
+
+def test_another_adapters_states_are_not_found():
+    block_pool, ids = recurrent_pool(4), torch.arange(2 * BLOCK_SIZE)
+    kept_sequence(block_pool, ids[:BLOCK_SIZE], 1.0, is_shared=True)
+    assert [reused for _, reused, _ in block_pool.resume([ids, ids], [0, NO_ADAPTER])] == [0, BLOCK_SIZE]
+
+
+def test_recurrent_states_count_in_the_limit_and_blocks_without_them_are_not_found():
     limit = 9 * SLOT_BYTES + 10 * BLOCK_BYTES
     block_pool = BlockPool(BLOCK_SIZE, limit)
     block_pool.begin_call(Maker(), make_states=states_of)
@@ -369,6 +408,6 @@ def test_recurrent_states_count_in_the_limit_and_turn_the_prefix_cache_off():
     assert block_pool.limit == (limit - 2 * SLOT_BYTES) // BLOCK_BYTES - 1
     ids = torch.arange(2 * BLOCK_SIZE)
     block_pool.insert(ids, block_pool.allocate(2))
-    assert block_pool.reuse(ids) == ([], 0) and block_pool.same_blocks(ids) == []
+    assert resumed(block_pool, ids)[:2] == ([], 0) and block_pool.same_blocks(ids) == []
     with pytest.raises(ValueError, match="may need"):
         block_pool.require_room([10 * BLOCK_SIZE - 1], BLOCK_BYTES, SLOT_BYTES)

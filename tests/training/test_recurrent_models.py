@@ -260,6 +260,70 @@ def test_a_second_turn_computes_only_what_is_new(ranks):
     ranks.run(check_second_turns)
 
 
+def beginning_alike(system: torch.Tensor, rows: int, seed: int, every: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts, left padded: each `every`-th begins with `system`, and half of these with more in common."""
+    generator = torch.Generator().manual_seed(seed)
+    more = torch.randint(6, 97, (BLOCK_SIZE,), generator=generator)
+    texts = []
+    for row in range(rows):
+        own = torch.randint(6, 97, (5 + row,), generator=generator)
+        texts.append(torch.cat([*[system] * (row % every == 0), *[more] * (row % (2 * every) == 0), own]))
+    width = max(map(len, texts))
+    padded = [torch.nn.functional.pad(text, (width - len(text), 0)) for text in texts]
+    mask = [torch.nn.functional.pad(torch.ones_like(text), (width - len(text), 0)) for text in texts]
+    return torch.stack(padded), torch.stack(mask)
+
+
+def check_shared_beginnings(adapter: str, family: str, blocks: dict) -> None:
+    """What prompts begin with is computed once, in a call and in the next ones with the same weights; rows of ranks
+    differ. Without prefix caching everything is computed, to the same bits."""
+    rank, engines = dist.get_rank(), []
+    for on in (True, False):
+        rollout = {"prefix_cache_bytes": 10**6 * on, "enable_prefix_caching": on}
+        rollout = {**blocks.get("rollout", {}), **rollout}
+        engines.append(engine(adapter, family, **{**blocks, "rollout": rollout}))
+    system = torch.randint(6, 97, (2 * BLOCK_SIZE + 7,), generator=torch.Generator().manual_seed(11))
+    for step in range(2):
+        for call in range(2):
+            ids, mask = beginning_alike(system, 8 if rank == 0 else 3, seed=2 * call + rank)
+            before = cached(engines[0])
+            batches = [e.rollout(ids, mask, SAMPLING, num_generations=2) for e in engines]
+            require_equal(*batches)
+            found, computed = (after - first for after, first in zip(cached(engines[0]), before, strict=True))
+            assert found + computed == mask.sum()
+            # Rows 0, 2, 4, 6 of rank 0 share two blocks, 0 and 4 three; rows 0 and 2 of rank 1 two.
+            spared = (4 - (call == 0)) * 2 + 1 if rank == 0 else (2 - (call == 0)) * 2
+            assert found == spared * BLOCK_SIZE, (found, call)
+        assert engines[1].stats()["cached_tokens"] == 0
+        for e in engines:
+            train_step(e, seed=step)
+
+
+@pytest.mark.parametrize("mode", slow_but(["unmerged", "streamed"], MODES))
+@pytest.mark.parametrize("family", slow_but([FAMILY], [FAMILY, MAMBA, SHORT, ALONE]))
+def test_what_prompts_begin_with_is_computed_once(ranks, family, mode):
+    ranks.run(check_shared_beginnings, MODES[mode][0], family, MODES[mode][1])
+
+
+def check_little_room(max_num_seqs: int) -> None:
+    """With slots for few rows, what is shared is kept as long as rows do not need its slot: the tokens are the same."""
+    engines = [
+        engine(rollout={"max_num_seqs": max_num_seqs, "enable_prefix_caching": on}, family=FAMILY)
+        for on in (True, False)
+    ]
+    system = torch.randint(6, 97, (BLOCK_SIZE + 7,), generator=torch.Generator().manual_seed(11))
+    for call, num_generations in enumerate((1, 2, 3)):
+        ids, mask = beginning_alike(system, 10, seed=call, every=1)
+        batches = [e.rollout(ids, mask, SAMPLING, num_generations=num_generations) for e in engines]
+        require_equal(*batches)
+        assert engines[0].stats()["cached_tokens"] > 0
+
+
+@pytest.mark.parametrize("max_num_seqs", [2, 4])
+def test_what_prompts_begin_with_is_kept_in_little_room(ranks, max_num_seqs):
+    ranks.run(check_little_room, max_num_seqs)
+
+
 def check_refusals(family: str) -> None:
     for rollout, message in (
         (
