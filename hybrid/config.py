@@ -118,8 +118,8 @@ class RolloutConfig(Block):
     max_num_seqs: sequences decoded at once; the rest wait in a queue.
     enable_prefix_caching: keep the keys and values of ended sequences in the KV cache until their room is needed or the
         weights change, for sequences that begin with the same tokens: the next turn of a conversation computes only
-        what is new. Tokens and logprobs are those without it, on CPUs to the bit. Recurrent states are kept for one
-        sequence that begins with all tokens of an ended one. vLLM's name.
+        what is new. Tokens and logprobs are those without it, on CPUs to the bit. Recurrent states are kept at the end
+        of a sequence, for the one that continues it, and where prompts part. vLLM's name.
     prefix_cache_bytes: extra bytes of the KV cache for finished sequences, so that their prefixes survive the next
         request, and a rollout of more rows than it decodes at once. With recurrent layers one half is for states.
     cache_hidden_states: keep the last layer's output of each token with its keys and values, so that `score()` of

@@ -148,7 +148,7 @@ class FusedModel:
         decoder += " over int8 weights" * bool(int8) + f", on {kernels_for(self.blank.embedding(), int8)}"
         decoder += ", with weights gathered layer by layer" * (self.stream is not None)
         if self.layout.spec.is_recurrent:
-            decoder += ", with a prefix cache of whole sequences (a block alone does not continue a recurrent state)"
+            decoder += ", with a prefix cache of kept states (a block alone does not continue a recurrent state)"
         rollouts = "" if self.rollouts is None else f"; generate() and rollout(): {self.rollouts.description}"
         return decoder + graphs + self.remark + rollouts
 

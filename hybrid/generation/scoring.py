@@ -258,7 +258,7 @@ def shared_scores(
     """Return scores, the index of LayerInputScores on the host, and the layers' inputs if `keeps_inputs`, of rows whose
     common prefixes are computed once. Logits exist for LOGIT_ROWS tokens at a time."""
     on_host = sequences.cpu()
-    packed, index = pack_sequences(on_host, attention_mask, block_pool.shares_prefixes)
+    packed, index = pack_sequences(on_host, attention_mask, decoder.spec.is_recurrent)
     targets = FollowingTokens.of(index, on_host, packed.count, sampling_mask)
     masks = None if targets.masks is None else targets.masks.to(decoder.device)
     decoder.reserve(int(attention_mask.sum(dim=1).max()))
@@ -275,19 +275,19 @@ def shared_scores(
 
 
 def pack_sequences(
-    sequences: torch.Tensor, attention_mask: torch.Tensor, shares_prefixes: bool
+    sequences: torch.Tensor, attention_mask: torch.Tensor, is_recurrent: bool
 ) -> tuple[PackedSequences, torch.Tensor]:
     """Return the rows packed without each one's last token, and the index of LayerInputScores, on the host.
 
-    sequences: int64 [rows, tokens], on the host.  shares_prefixes: as in `PackedSequences.of`.
+    sequences: int64 [rows, tokens], on the host.  is_recurrent: as in `PackedSequences.of`.
     """
     first, length = attention_mask.argmax(dim=1).tolist(), attention_mask.sum(dim=1).tolist()
     packed = PackedSequences.of(
         [ids[begin : begin + count - 1] for ids, begin, count in zip(sequences, first, length, strict=True)],
-        shares_prefixes,
+        is_recurrent,
     )
     index = torch.full(sequences.shape, -1)
-    for row, begin, own in zip(index, first, packed.index, strict=True):
+    for row, begin, own in zip(index, first, [packed.index[row] for row in packed.rows], strict=True):
         row[begin : begin + len(own)] = own
     return packed, index
 
@@ -326,7 +326,7 @@ def packed_last_hidden_states(
     rows_at_once: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the last layer's output of packed tokens, [packed tokens, hidden], and the index of `Distributions`."""
-    packed, index = pack_sequences(sequences.cpu(), attention_mask, block_pool.shares_prefixes)
+    packed, index = pack_sequences(sequences.cpu(), attention_mask, decoder.spec.is_recurrent)
     decoder.reserve(int(attention_mask.sum(dim=1).max()))
     size = max(packed.count, 1), decoder.spec.hidden_size
     outputs = torch.zeros(size, dtype=decoder.dtype, device=decoder.device)

@@ -26,6 +26,8 @@ class PackedSequences:
     shared: number of tokens of that prefix, of any length.
     index: for each sequence int64 [n], each token's index among the packed ones.
     count: number of packed tokens.
+    rows: the given sequences. Others are prefixes, whose recurrent states the sequences after them continue.
+    is_recurrent: sequences continue whole ones alone.
     """
 
     sequences: list[torch.Tensor]
@@ -33,13 +35,20 @@ class PackedSequences:
     shared: list[int]
     index: list[torch.Tensor]
     count: int
+    rows: list[int]
+    is_recurrent: bool
 
     @classmethod
-    def of(cls, sequences: list[torch.Tensor], shares_prefixes: bool = True) -> "PackedSequences":
-        """Pack sequences, int64 [n] each.  shares_prefixes: False: every token of every sequence is packed."""
-        sequences = [ids.cpu() for ids in sequences]
-        parents, shared = [NO_PARENT] * len(sequences), [0] * len(sequences)
-        if shares_prefixes:
+    def of(cls, sequences: list[torch.Tensor], is_recurrent: bool = False) -> "PackedSequences":
+        """Pack sequences, int64 [n] each.
+
+        is_recurrent: the model has states after a sequence's last token alone. Of less than a block nothing is shared.
+        """
+        sequences, rows = [ids.cpu() for ids in sequences], list(range(len(sequences)))
+        if is_recurrent:
+            sequences, rows, parents = with_prefixes(sequences)
+            shared = [0 if parent == NO_PARENT else len(sequences[parent]) for parent in parents]
+        else:
             parents, shared = common_prefixes(sequences)
         index: list[torch.Tensor] = []
         count = 0
@@ -47,11 +56,12 @@ class PackedSequences:
             new = torch.arange(count, count + len(ids) - prefix)
             index.append(torch.cat([index[parent][:prefix], new]) if prefix else new)
             count += len(new)
-        return cls(sequences, parents, shared, index, count)
+        return cls(sequences, parents, shared, index, count, rows, is_recurrent)
 
     def runs(self, max_rows: int, max_blocks: int | None) -> "list[Run]":
         """Split the sequences into runs of at most `max_rows` sequences, whose blocks and those of the prefixes that
-        they share with earlier runs are at most `max_blocks`, or one sequence."""
+        they share with earlier runs are at most `max_blocks`, or one sequence. Of a recurrent model the states of these
+        sequences and prefixes are at most `max_rows` + 1."""
         children: list[list[int]] = [[] for _ in self.parents]
         for row, parent in enumerate(self.parents):
             if parent != NO_PARENT:
@@ -59,8 +69,11 @@ class PackedSequences:
         runs: list[Run] = []
         row, kept = 0, dict[int, int]()
         while row < len(self.sequences):
+            if self.is_recurrent and len(kept) > max_rows:
+                kept = {}
+            limit = max_rows - (max(len(kept) - 1, 0) if self.is_recurrent else 0)
             begins, num_blocks = dict[int, int](), sum(map(blocks_for, kept.values()))
-            while row < len(self.sequences) and len(begins) < max_rows:
+            while row < len(self.sequences) and len(begins) < limit:
                 parent = self.parents[row]
                 begin = self.shared[row] if parent in begins or parent in kept else 0
                 new = blocks_for(len(self.sequences[row])) - begin // BLOCK_SIZE
@@ -92,17 +105,47 @@ class Run:
     kept: Mapping[int, int]
     num_blocks: int
 
-    def waves(self, parents: list[int]) -> list[list[int]]:
-        """Return the sequences in waves: one that begins in the middle of a block of another one, which it copies,
-        comes in a later wave. Blocks that are full are shared within a wave: a forward writes all keys and values of a
-        layer before it attends to them."""
+    def waves(self, packed: PackedSequences) -> list[list[int]]:
+        """Return the sequences in waves: one that begins in the middle of a block of another one, or with its recurrent
+        states, which it copies, comes in a later wave. Blocks that are full are shared within a wave: a forward writes
+        all keys and values of a layer before it attends to them."""
         wave_of: dict[int, int] = {}
         for row, begin in self.begins.items():
-            wave_of[row] = wave_of.get(parents[row], 0) + (begin % BLOCK_SIZE > 0 and parents[row] in wave_of)
+            parent = packed.parents[row] if begin else NO_PARENT
+            copies = parent in wave_of and (packed.is_recurrent or begin % BLOCK_SIZE > 0)
+            wave_of[row] = wave_of.get(parent, 0) + copies
         waves: list[list[int]] = [[] for _ in range(max(wave_of.values()) + 1)]
         for row, wave in wave_of.items():
             waves[wave].append(row)
         return waves
+
+
+def with_prefixes(sequences: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[int], list[int]]:
+    """Return sequences, int64 [n] on the host, with the prefixes of at least a block that several begin with, each
+    before the first of these; where the given ones are; and for each the longest prefix before it that it begins with,
+    NO_PARENT if there is none."""
+    keys = [ids.numpy().tobytes() for ids in sequences]
+    lengths = {
+        (index, count)
+        for index, other in pairwise(sorted(range(len(keys)), key=keys.__getitem__))
+        if (count := common_tokens(sequences[index], sequences[other])) >= BLOCK_SIZE
+    }
+    prefixes = sorted({keys[index][: count * sequences[index].element_size()] for index, count in lengths}, key=len)
+    packed: list[torch.Tensor] = []
+    rows, parents, place_of = list[int](), list[int](), dict[bytes, int]()
+    for ids, key in zip(sequences, keys, strict=True):
+        parent = NO_PARENT
+        for prefix in prefixes:
+            if key.startswith(prefix):
+                if prefix not in place_of:
+                    place_of[prefix] = len(packed)
+                    packed.append(ids[: len(prefix) // ids.element_size()])
+                    parents.append(parent)
+                parent = place_of[prefix]
+        rows.append(len(packed))
+        packed.append(ids)
+        parents.append(parent)
+    return packed, rows, parents
 
 
 def common_prefixes(sequences: list[torch.Tensor]) -> tuple[list[int], list[int]]:
@@ -150,19 +193,24 @@ def packed_hidden_states(
     """
     longest = max(map(len, packed.sequences), default=0)
     max_rows = block_pool.num_seqs_within_limit(longest, min(max_rows, len(packed.sequences)))
-    block_pool.reserve_states(max_rows)
+    block_pool.reserve_states(max_rows + 1)
     runs = packed.runs(max_rows, block_pool.limit)
     block_pool.reserve_call(max((run.num_blocks for run in runs), default=0))
     blocks: dict[int, list[int]] = {}
+    slots: dict[int, int] = {}  # of recurrent states
     for run in runs:
         for row in list(blocks):
             needed = blocks_for(run.kept.get(row, 0))
             block_pool.free(blocks[row][needed:])
             blocks[row] = blocks[row][:needed]
-        for wave in run.waves(packed.parents):
+        block_pool.free_states([slots.pop(row) for row in slots.keys() - run.kept.keys()])
+        for wave in run.waves(packed):
+            slots |= zip(wave, block_pool.allocate_states(len(wave)), strict=True)
             for row in wave:
                 parent = blocks[packed.parents[row]] if run.begins[row] else []
                 blocks[row] = blocks_after(block_pool, packed.sequences[row], parent, run.begins[row])
+                if run.begins[row] and packed.is_recurrent:
+                    block_pool.copy_states(slots[packed.parents[row]], [slots[row]])
             index = [packed.index[row] for row in wave]
 
             def kept(chunks: dict[int, range], index: list[torch.Tensor] = index) -> LayerActivations:
@@ -171,10 +219,10 @@ def packed_hidden_states(
 
             ids, begins = [packed.sequences[row] for row in wave], [run.begins[row] for row in wave]
             of_wave, keeping = [blocks[row] for row in wave], None if activations is None else kept
-            slots = None if block_pool.shares_prefixes else block_pool.allocate_states(len(wave))
-            for chunks, hidden in hidden_states(decoder, block_pool, ids, of_wave, begins, keeping, slots):
+            of_rows = [slots[row] for row in wave] if packed.is_recurrent else None
+            for chunks, hidden in hidden_states(decoder, block_pool, ids, of_wave, begins, keeping, of_rows):
                 yield indices_of(chunks, index), hidden
-            block_pool.free_states(slots or [])
+    block_pool.free_states(list(slots.values()))
     for held in blocks.values():
         block_pool.free(held)
 

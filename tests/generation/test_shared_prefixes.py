@@ -16,7 +16,7 @@ from hybrid.generation.shared_prefixes import NO_PARENT, PackedSequences, common
 from tests.decoders import test_cpu_decoder, test_torch_decoder
 from tests.decoders.test_layer_inputs import recorded_inputs, require_close
 from tests.marks import slow_but
-from tests.tiny_models import ALL_FAMILIES, VOCABULARY, tiny_model
+from tests.tiny_models import ALL_FAMILIES, RECURRENT, VOCABULARY, tiny_model
 
 WEIGHTS = KVWeights(0, 0)
 QUICK = ("llama", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "qwen3_moe", "bloom")
@@ -51,11 +51,35 @@ def test_sequences_are_packed_as_a_tree_of_their_prefixes(vocabulary):
         assert packed.count == len(seen)
 
 
+@pytest.mark.parametrize("vocabulary", [2, 50000])
+def test_recurrent_sequences_continue_whole_ones(vocabulary):
+    """Of two that share a block or more, what they share is a sequence before them; no token of it is packed twice."""
+    for seed in range(60):
+        sequences = random_sequences(seed, 1 + seed % 9, 4 * BLOCK_SIZE, vocabulary)
+        packed = PackedSequences.of(sequences, is_recurrent=True)
+        assert [packed.sequences[row].tolist() for row in packed.rows] == [ids.tolist() for ids in sequences]
+        tokens = torch.full((packed.count,), -1)
+        for row, (ids, index) in enumerate(zip(packed.sequences, packed.index, strict=True)):
+            parent = packed.parents[row]
+            assert parent < row
+            assert packed.shared[row] == (0 if parent == NO_PARENT else len(packed.sequences[parent]))
+            assert parent == NO_PARENT or torch.equal(packed.sequences[parent], ids[: packed.shared[row]])
+            assert (tokens[index[: packed.shared[row]]] == ids[: packed.shared[row]]).all()
+            assert (tokens[index[packed.shared[row] :]] == -1).all()
+            tokens[index] = ids
+        for row, ids in enumerate(sequences):
+            for other, others in enumerate(sequences[:row]):
+                same = packed.index[packed.rows[row]][: len(others)] == packed.index[packed.rows[other]][: len(ids)]
+                common = common_tokens(ids, others)
+                assert same.sum() == common if common >= BLOCK_SIZE else same.sum() <= common
+
+
+@pytest.mark.parametrize("is_recurrent", [False, True])
 @pytest.mark.parametrize("max_blocks", [None, 3, 9])
 @pytest.mark.parametrize("max_rows", [1, 2, 16])
-def test_runs_hold_the_blocks_that_they_say(max_rows, max_blocks):
+def test_runs_hold_the_blocks_that_they_say(max_rows, max_blocks, is_recurrent):
     for seed in range(30):
-        packed = PackedSequences.of(random_sequences(seed, 12, 3 * BLOCK_SIZE, 3))
+        packed = PackedSequences.of(random_sequences(seed, 12, 3 * BLOCK_SIZE, 3), is_recurrent)
         runs = packed.runs(max_rows, max_blocks)
         assert [row for run in runs for row in run.begins] == list(range(len(packed.sequences)))
         for run in runs:
@@ -64,7 +88,8 @@ def test_runs_hold_the_blocks_that_they_say(max_rows, max_blocks):
             known = {*run.begins, *run.kept}
             assert all(begin in (0, packed.shared[row]) for row, begin in run.begins.items())
             assert all(packed.parents[row] in known for row, begin in run.begins.items() if begin)
-        if max_blocks is None:
+            assert not is_recurrent or len(run.begins) + len(run.kept) <= max_rows + 1
+        if max_blocks is None and not (is_recurrent and max_rows < 16):
             assert [begin for run in runs for begin in run.begins.values()] == packed.shared
 
 
@@ -98,7 +123,7 @@ def groups(prompts: tuple[int, ...] = (41, 64, 1), size: int = 3, seed: int = 0)
 def new_pool(decoder: WholeDecoder, blocks: int | None = None) -> BlockPool:
     limit = None if blocks is None else (1 + blocks) * decoder.kv(1).nbytes
     pool = BlockPool(BLOCK_SIZE, limit)
-    pool.begin_call(decoder.kv, WEIGHTS)
+    pool.begin_call(decoder.kv, WEIGHTS, decoder.states if decoder.spec.is_recurrent else None)
     return pool
 
 
@@ -192,6 +217,34 @@ def test_runs_of_few_rows_and_little_room_change_no_bit(rows_at_once, blocks, mo
     assert torch.equal(found.scores.entropies, expected.scores.entropies)
     assert blocks is not None or counted.positions.total() == found.layer_inputs.shape[1]
     assert not pool.num_used
+
+
+@pytest.mark.parametrize("family", slow_but(["qwen3_5_text", "mamba2", "lfm2"], RECURRENT))
+@torch.no_grad()
+def test_recurrent_scores_are_those_of_rows_alone_and_shared_tokens_run_once(family, monkeypatch):
+    """However few rows are in the cache at once; float32, two decoders."""
+    monkeypatch.setattr(CpuDecoder, "prefill_tokens", 50)  # a sequence in several forwards
+    model, rows = tiny_model(family).eval(), groups(prompts=(41, 64, 1, 100), size=4)
+    rows = [rows[n] for n in torch.randperm(len(rows), generator=torch.Generator().manual_seed(3))]
+    sequences, mask = padded(rows)
+    count = PackedSequences.of([ids[:-1] for ids in rows], is_recurrent=True).count
+    assert count < sum(len(ids) - 1 for ids in rows) * 0.6
+    for decoder in (test_cpu_decoder.decoder_of(model), test_torch_decoder.decoder_of(model)):
+        is_exact = isinstance(decoder, CpuDecoder)
+        alone = [
+            score_packed(decoder, new_pool(decoder), *row, 0.7, 1)
+            for row in zip(sequences[:, None], mask[:, None], strict=True)
+        ]
+        for rows_at_once in (1, 2, 5, 64):
+            counted, pool = CountedTokens(decoder), new_pool(decoder)
+            found = score_packed(counted, pool, sequences, mask, 0.7, rows_at_once)
+            for name in ("per_token_logps", "entropies"):
+                expected = torch.cat([getattr(scores, name) for scores in alone])
+                actual = getattr(found, name)
+                assert not is_exact or torch.equal(actual, expected)
+                torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+            assert counted.positions.total() == count or rows_at_once < 5
+            assert not pool.num_used and pool.num_slots == len(pool.free_slots) <= max(rows_at_once, 1) + 1
 
 
 @torch.no_grad()

@@ -36,7 +36,7 @@ def engine(adapter: str = "none", family: str = FAMILY, **blocks: Any) -> hybrid
 def require_fused(engine: hybrid.HybridEngine) -> None:
     rows = engine.coverage()
     assert {row["container"] for row in rows} == {"fused"}
-    assert all("a prefix cache of whole sequences" in row["why"] for row in rows), rows
+    assert all("a prefix cache of kept states" in row["why"] for row in rows), rows
 
 
 def require_equal(actual: hybrid.RolloutBatch, expected: hybrid.RolloutBatch) -> None:
