@@ -1,10 +1,11 @@
 """The gain of prefix caching and of partial rollouts, each against the same rollout without, in turns.
 
     torchrun --nproc_per_node=1 -m benchmarks.rollout_features turns
-    torchrun --nproc_per_node=1 -m benchmarks.rollout_features turns --shape qwen3_5
+    torchrun --nproc_per_node=1 -m benchmarks.rollout_features system --shape qwen3_5
     torchrun --nproc_per_node=1 -m benchmarks.rollout_features partial --shape 134M
 
 turns: the time to the first token of a conversation's second turn, and the share of its tokens that are computed.
+system: the same of prompts that differ in their last tokens alone; without prefix caching each is computed whole.
 partial: tokens of finished rows per second in the steady state, where a rollout stops once a share of its rows is done
 and the rest goes on in the next one; the lengths are lognormal, and the longest is eight times the median.
 Prints medians, minimum and maximum, and the ratio of the last way to the first; times of other machines cannot be
@@ -75,31 +76,55 @@ def in_turns(ways: dict[str, Callable[[], float]], repetitions: int) -> dict[str
     return measured
 
 
-def measure_turns(shape: str, rows: int, prompt: int, new: int, repetitions: int) -> dict[str, Any]:
-    """The second turn of `rows` conversations of `prompt` + `new` tokens, with and without prefix caching: seconds, and
-    the shares of its tokens that were computed."""
-    vocabulary = vocabulary_of(shape)
-    plain, caching = (make_engine(shape, enable_prefix_caching=on) for on in (False, True))
-    first = hybrid.SamplingParams(max_new_tokens=new, min_new_tokens=new)
-    one = hybrid.SamplingParams(max_new_tokens=1)
-    shares: dict[str, list[float]] = {"computed again": [], "from the KV cache": []}
-    seeds = iter(range(10**6))
+def measure_system(shape: str, rows: int, prompt: int, repetitions: int) -> dict[str, Any]:
+    """The prefill of `rows` prompts that begin with the same `prompt` tokens, and have NEW_TOKENS of their own."""
+    vocabulary, seeds = vocabulary_of(shape), iter(range(10**6))
 
-    def second_turn(engine: hybrid.HybridEngine) -> float:
+    def prompts(engine: hybrid.HybridEngine) -> torch.Tensor:
+        system = tokens(1, prompt, vocabulary, next(seeds)).expand(rows, -1)
+        return torch.cat([system, tokens(rows, NEW_TOKENS, vocabulary, next(seeds))], dim=1)
+
+    title = f"system: {shape}, {rows} rows, {prompt} tokens of a system prompt + {NEW_TOKENS}, to the first token"
+    return measure_prefill(shape, title, prompts, repetitions)
+
+
+def measure_turns(shape: str, rows: int, prompt: int, new: int, repetitions: int) -> dict[str, Any]:
+    """The second turn of `rows` conversations of `prompt` + `new` tokens."""
+    vocabulary, seeds = vocabulary_of(shape), iter(range(10**6))
+    first = hybrid.SamplingParams(max_new_tokens=new, min_new_tokens=new)
+
+    def second_turns(engine: hybrid.HybridEngine) -> torch.Tensor:
         ids = tokens(rows, prompt, vocabulary, next(seeds))
         batch = engine.rollout(ids, torch.ones_like(ids), first)
-        longer = torch.cat([batch.sequences, tokens(rows, NEW_TOKENS, vocabulary, next(seeds))], dim=1)
+        return torch.cat([batch.sequences, tokens(rows, NEW_TOKENS, vocabulary, next(seeds))], dim=1)
+
+    title = f"turns: {shape}, {rows} rows of {prompt} + {new} + {NEW_TOKENS} tokens, to the second turn's first token"
+    return measure_prefill(shape, title, second_turns, repetitions)
+
+
+def measure_prefill(
+    shape: str, title: str, prompts_of: Callable[[hybrid.HybridEngine], torch.Tensor], repetitions: int
+) -> dict[str, Any]:
+    """The time to the first token of prompts, with and without prefix caching, and the share of tokens computed.
+
+    prompts_of: returns new prompts, int64 [rows, tokens]; what it does with the engine is not timed.
+    """
+    plain, caching = (make_engine(shape, enable_prefix_caching=on) for on in (False, True))
+    one = hybrid.SamplingParams(max_new_tokens=1)
+    shares: dict[str, list[float]] = {"computed again": [], "from the KV cache": []}
+
+    def prefill(engine: hybrid.HybridEngine) -> float:
+        ids = prompts_of(engine)
         before, start = engine.stats(), time.perf_counter()
-        engine.rollout(longer, torch.ones_like(longer), one)
+        engine.rollout(ids, torch.ones_like(ids), one)
         seconds = time.perf_counter() - start
         computed = engine.stats()["prefilled_tokens"] - before["prefilled_tokens"]
-        shares["from the KV cache" if engine is caching else "computed again"].append(computed / longer.numel())
+        shares["from the KV cache" if engine is caching else "computed again"].append(computed / ids.numel())
         return seconds
 
-    ways = {"computed again": lambda: second_turn(plain), "from the KV cache": lambda: second_turn(caching)}
+    ways = {"computed again": lambda: prefill(plain), "from the KV cache": lambda: prefill(caching)}
     in_turns(ways, 1)  # the self-check, and memory
     measured = in_turns(ways, repetitions)
-    title = f"turns: {shape}, {rows} rows of {prompt} + {new} + {NEW_TOKENS} tokens, to the second turn's first token"
     for engine in (plain, caching):
         engine.destroy()
     return {
@@ -180,20 +205,23 @@ def measure_partial(
 def main() -> None:
     """Measure what the command line asks for."""
     parser = results.parser(__doc__, rows=64, repetitions=3)
-    parser.add_argument("what", choices=["turns", "partial"])
+    parser.add_argument("what", choices=["turns", "system", "partial"])
     parser.add_argument("--shape", choices=[*SHAPES, *RECURRENT], default="7M")
-    parser.add_argument("--prompt", type=int, help="tokens of a prompt; default: 1024 for turns, 32 for partial")
-    parser.add_argument("--new", type=int, help="tokens of a completion; default: 64 for turns, 512 for partial")
+    parser.add_argument("--prompt", type=int, help="tokens of a prompt; default: 32 for partial, else 1024")
+    parser.add_argument("--new", type=int, help="tokens of a completion; default: 512 for partial, else 64")
     parser.add_argument("--share", type=float, default=0.75, help="of the rows, after which a partial rollout stops")
     parser.add_argument("--iterations", type=int, default=8, help="rollouts of a measurement, for partial")
     arguments = parser.parse_args()
     start_ranks()
     about = results.begin("rollout_features", arguments)
-    turns = arguments.what == "turns"
-    prompt = arguments.prompt or (1024 if turns else 32)
-    new = arguments.new or (64 if turns else 512)
+    is_partial = arguments.what == "partial"
+    prompt = arguments.prompt or (32 if is_partial else 1024)
+    new = arguments.new or (512 if is_partial else 64)
     sizes = arguments.shape, arguments.rows, prompt, new, arguments.repetitions
-    figures = measure_turns(*sizes) if turns else measure_partial(*sizes, arguments.share, arguments.iterations)
+    if is_partial:
+        figures = measure_partial(*sizes, arguments.share, arguments.iterations)
+    else:
+        figures = measure_turns(*sizes) if arguments.what == "turns" else measure_system(*sizes[:3], sizes[-1])
     result = {**about, **figures}
     print_on_rank_0("\n".join(tables.rollout_features(result)))
     results.write(arguments.output, result)

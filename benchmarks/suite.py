@@ -113,6 +113,8 @@ RUNS = (
         for rows, rounds, minutes in ((1, 5, 3), (16, 3, 4), (64, 3, 7))
     ),
     Run("rollout_features-turns", "rollout_features", "turns", 3, 1),
+    Run("rollout_features-turns-recurrent", "rollout_features", "turns --shape qwen3_5", 5, 1),
+    Run("rollout_features-system", "rollout_features", "system --shape qwen3_5", 5, 1),
     Run("rollout_features-partial", "rollout_features", "partial", 2, 1),
     Run("speculation", "speculation", "--shape 7M", 4, 1),
     Run("demo_seeds", "demo_seeds", "", 24),

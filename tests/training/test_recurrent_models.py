@@ -132,9 +132,9 @@ def check_rows(family: str) -> None:
     width = expected.completion_ids.shape[1]
     scored = scores.per_token_logps[:, -width:] * expected.completion_mask
     assert torch.equal(scored, expected.old_per_token_logps)
-    few = engine(family=family, rollout={"max_num_seqs": 2, "prefix_cache_bytes": 2**30})
+    few = engine(family=family, rollout={"max_num_seqs": 2, "prefix_cache_bytes": 2**20})
     require_equal(few.rollout(ids, mask, SAMPLING, num_generations=3), expected)
-    assert few.stats()["kv_bytes"] < 2**20, "memory for prefixes that are not cached"
+    assert 2**19 < few.stats()["kv_bytes"] < 2**21, "memory for blocks and states of prefixes, and for few rows"
     # In float32; LFM2's blocks hold keys of 2 heads of 8 elements, and values in whole vectors.
     blocks = 5 * 2 * 4 * BLOCK_SIZE * (8 + max(8, cpu_library().lanes())) if family == SHORT else 20 * 2**10
     limit = 6 * SLOT_BYTES[family] + blocks
