@@ -7,7 +7,8 @@ from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.decoders.self_check import checked_lengths
 from hybrid.decoders.streamed_decoder import StreamedDecoder
 from hybrid.decoders.torch_decoder import WholeDecoder
-from hybrid.generation.scoring import LOGIT_ROWS
+
+LOGIT_ROWS = 256  # tokens whose logits are in memory at once while sequences are scored
 
 
 @dataclass(frozen=True)
@@ -24,27 +25,28 @@ class ForwardMemory:
         return self.logits + self.activations + self.graphs
 
 
-def forward_memory(decoder: AnyDecoder, rows: int, tokens: int) -> ForwardMemory:
+def forward_memory(decoder: AnyDecoder, rows: int, tokens: int, decodes: bool = True) -> ForwardMemory:
     """Return the memory that a decoder's forward passes need.
 
-    rows: decoded in one batch, those of other ranks included.  tokens: of each.
+    rows: decoded or scored in one batch, those of other ranks included.  tokens: of each.  decodes: False: rows are
+        scored alone.
     """
     whole = decoder.inner if isinstance(decoder, StreamedDecoder) else decoder
     vocabulary = decoder.vocabulary  # a rank's slice
     num_logits = decoder.spec.vocab_size if vocabulary is None else vocabulary.width
     at_once = max(min(rows * tokens, decoder.prefill_tokens), sum(checked_lengths(whole)))
-    graphs = whole.loop_bytes(rows, tokens) if rows and whole is decoder else 0
-    logits = logit_rows(whole, max(rows, 1), tokens) * num_logits * 4
+    graphs = whole.loop_bytes(rows, tokens) if rows and decodes and whole is decoder else 0
+    logits = logit_rows(whole, max(rows, 1), tokens, decodes) * num_logits * 4
     return ForwardMemory(logits, whole.activation_bytes(at_once), graphs)
 
 
-def logit_rows(decoder: WholeDecoder | None, rows: int, tokens: int) -> int:
-    """Return the rows of logits that exist at once, temporaries counted: in a decode step (`rows` sequences) or in
-    scoring.
+def logit_rows(decoder: WholeDecoder | None, rows: int, tokens: int, decodes: bool = True) -> int:
+    """Return the rows of logits that exist at once, temporaries counted: in a decode step (`rows` sequences), if the
+    call decodes, or in scoring.
 
     Kernels sample and score without a copy, torch's operations make temporaries of the same size. The head makes one
     more on a GPU, where its logits are converted to float32, and so do the most probable tokens of scored prompts.
     """
     for_decoding = 3 if decoder is not None and decoder.samples_in_kernel else 5
     for_scoring = 1 if isinstance(decoder, CpuDecoder) else for_decoding
-    return max(for_decoding * rows, for_scoring * min(rows * tokens, LOGIT_ROWS))
+    return max(for_decoding * rows * decodes, for_scoring * min(rows * tokens, LOGIT_ROWS))

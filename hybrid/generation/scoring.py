@@ -14,15 +14,15 @@ from torch import nn
 from hybrid.decoders.batch import BLOCK_SIZE, LayerActivations, on_device
 from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.generation.block_pool import BlockPool, blocks_for
+from hybrid.generation.forward_memory import LOGIT_ROWS
 from hybrid.generation.model_runner import hidden_states, prefill_chunks
-from hybrid.generation.shared_prefixes import PackedSequences, packed_hidden_states
+from hybrid.generation.shared_prefixes import PackedSequences, packed_hidden_states, reserve_scoring
 from hybrid.models.model_inputs import RowInputs, joined_inputs
 from hybrid.models.modules import has_virtual_tokens, hugging_face_model
 from hybrid.runtime.inputs import as_ids, as_mask
 from hybrid.sampling.sampler import NOT_TRUNCATED, score_tokens
 from hybrid.sampling.vocabulary import VocabularySlice, whole_logits
 
-LOGIT_ROWS = 256  # tokens whose logits are in memory at once
 FORWARD_TOKENS = 4096  # tokens of a model's own forward, padding included; a longer row gets its own forward
 WHOLE_LOGIT_TOKENS = 1024  # the same, for forwards that compute the logits of all their tokens
 
@@ -112,9 +112,9 @@ def score_packed(
     sequences = sequences.cpu()
     first, length = attention_mask.argmax(dim=1).tolist(), attention_mask.sum(dim=1).tolist()
     decoder.reserve(max(length))
-    runs = list(together(length, rows_at_once, block_pool.limit))
-    block_pool.reserve_call(max(sum(blocks_for(length[row]) for row in rows) for rows in runs))
-    for rows in runs:
+    needed = (sum(blocks_for(length[row]) for row in rows) for rows in together(length, rows_at_once, block_pool.limit))
+    reserve_scoring(decoder, block_pool, max(needed), min(rows_at_once, len(length)), max(length))
+    for rows in together(length, rows_at_once, block_pool.limit):
         real = [sequences[row, first[row] : first[row] + length[row]] for row in rows]
         blocks, begins = known_blocks(block_pool, real)
         for own, ids in zip(blocks, real, strict=True):

@@ -9,6 +9,7 @@ import torch
 from hybrid.decoders.batch import BLOCK_SIZE, LayerActivations
 from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.generation.block_pool import BlockPool, blocks_for
+from hybrid.generation.forward_memory import forward_memory
 from hybrid.generation.model_runner import hidden_states
 
 NO_PARENT = -1
@@ -194,8 +195,9 @@ def packed_hidden_states(
     longest = max(map(len, packed.sequences), default=0)
     max_rows = block_pool.num_seqs_within_limit(longest, min(max_rows, len(packed.sequences)))
     block_pool.reserve_states(max_rows + 1)
+    num_blocks = max((run.num_blocks for run in packed.runs(max_rows, block_pool.limit)), default=0)
+    reserve_scoring(decoder, block_pool, num_blocks, max_rows, longest)
     runs = packed.runs(max_rows, block_pool.limit)
-    block_pool.reserve_call(max((run.num_blocks for run in runs), default=0))
     blocks: dict[int, list[int]] = {}
     slots: dict[int, int] = {}  # of recurrent states
     for run in runs:
@@ -225,6 +227,18 @@ def packed_hidden_states(
     block_pool.free_states(list(slots.values()))
     for held in blocks.values():
         block_pool.free(held)
+
+
+def reserve_scoring(decoder: AnyDecoder, block_pool: BlockPool, num_blocks: int, rows: int, longest: int) -> None:
+    """Reserve a scoring call's blocks. Where free memory does not suffice for them beside the forwards, the pool's
+    limit is lowered, and the rows are scored in more runs.
+
+    num_blocks: the most at once.  rows: the most at once.  longest: tokens of the longest sequence.
+    """
+    forwards = forward_memory(decoder, rows, longest, decodes=False).total
+    block_pool.reserve_call(num_blocks, forwards, blocks_for(longest))
+    if decoder.group is not None:
+        block_pool.agree_on_call(decoder.group.gather, decoder.device)
 
 
 def indices_of(chunks: dict[int, range], index: list[torch.Tensor]) -> torch.Tensor:

@@ -9,7 +9,8 @@ import torch
 from hybrid.decoders.batch import BLOCK_SIZE, KVWeights
 from hybrid.decoders.cpu_decoder import CpuDecoder
 from hybrid.decoders.torch_decoder import WholeDecoder
-from hybrid.generation.block_pool import BlockPool
+from hybrid.generation.block_pool import RESERVED_SHARE, BlockPool
+from hybrid.generation.forward_memory import forward_memory
 from hybrid.generation.model_runner import hidden_states
 from hybrid.generation.scoring import LayerInputScores, score_packed, score_with_layer_inputs
 from hybrid.generation.shared_prefixes import NO_PARENT, PackedSequences, common_tokens
@@ -217,6 +218,34 @@ def test_runs_of_few_rows_and_little_room_change_no_bit(rows_at_once, blocks, mo
     assert torch.equal(found.scores.entropies, expected.scores.entropies)
     assert blocks is not None or counted.positions.total() == found.layer_inputs.shape[1]
     assert not pool.num_used
+
+
+@pytest.mark.parametrize("keeps_hidden_states", [False, True])
+@pytest.mark.parametrize("num_blocks", [4, 6, 9])
+@torch.no_grad()
+def test_scores_leave_free_memory_to_their_forwards(num_blocks, keeps_hidden_states):
+    """Where it does not hold all rows' keys and values, they are scored in more runs, to the same bits."""
+    model, rows = tiny_model("llama").eval(), groups(prompts=(41, 64, 1))
+    sequences, mask = padded(rows)
+    decoder = test_cpu_decoder.decoder_of(model)
+    expected = score_packed(decoder, new_pool(decoder), sequences, mask, 0.7, 16)
+    decoder.keeps_hidden_states = keeps_hidden_states
+    for_forwards = forward_memory(decoder, len(rows), max(map(len, rows)), decodes=False).total
+    block_bytes = decoder.kv(1).nbytes
+    free = for_forwards + (num_blocks + 1) * block_bytes / RESERVED_SHARE + 1
+    pool = BlockPool(BLOCK_SIZE, free_bytes=lambda: free)
+    pool.begin_call(decoder.kv, WEIGHTS)
+    found = score_packed(decoder, pool, sequences, mask, 0.7, 16)
+    assert torch.equal(found.per_token_logps, expected.per_token_logps)
+    assert torch.equal(found.entropies, expected.entropies)
+    assert pool.peak_bytes <= (num_blocks + 1) * block_bytes < new_peak(decoder, sequences, mask)
+
+
+def new_peak(decoder: WholeDecoder, sequences: torch.Tensor, mask: torch.Tensor) -> int:
+    """Bytes of the blocks that scores take where memory is not short."""
+    pool = new_pool(decoder)
+    score_packed(decoder, pool, sequences, mask, 0.7, 16)
+    return pool.peak_bytes
 
 
 @pytest.mark.parametrize("family", slow_but(["qwen3_5_text", "mamba2", "lfm2"], RECURRENT))
