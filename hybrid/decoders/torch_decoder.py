@@ -244,12 +244,12 @@ class WholeDecoder(ABC):
         empty, cached = partial(torch.empty, device=self.device), (ATTENTION, LATENT_ATTENTION, HYBRID)
         caches = [layer.mixer in cached and layer.kv_layer is None for layer in self.spec.layers]
         key_blocks, value_blocks = (
-            [
-                request_huge_pages(empty((num_blocks, *shape) if has else (num_blocks, 0), dtype=self.dtype))
-                for shape, has in pairs
-            ]
+            [empty((num_blocks, *shape) if has else (num_blocks, 0), dtype=self.dtype) for shape, has in pairs]
             for pairs in (zip(shapes, caches, strict=True) for shapes in (keys, values))
         )
+        if num_blocks > 1:  # a call allocates one block, for its shapes
+            for blocks in (*key_blocks, *value_blocks):
+                request_huge_pages(blocks)
         experts = num_blocks, BLOCK_SIZE, len(self.moe_layer), self.spec.experts_per_token
         hidden = num_blocks, BLOCK_SIZE, self.spec.hidden_size
         return PagedKV(
