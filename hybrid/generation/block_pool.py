@@ -122,10 +122,28 @@ class BlockPool:
         num_slots += self.extra_bytes // 2 // max(self.slot_bytes, 1)
         if self.make_states is None or self.num_slots == num_slots or (self.num_slots > num_slots and not is_limited):
             return
-        self.states, self.num_slots, self.free_slots, self.kept_states = {}, 0, [], {}
-        self._grow_slots(num_slots)
+        if self.kept_states:
+            self._resize_kept(num_slots)
+        else:
+            self.states, self.num_slots, self.free_slots = {}, 0, []
+            self._grow_slots(num_slots)
         if self.limit_bytes is not None and self.nbytes() > self.limit_bytes:
             self._release_blocks()
+
+    def _resize_kept(self, num_slots: int) -> None:
+        """Give the storage `num_slots` slots, between calls: the last of the kept states stay. Old and new are held
+        together for one layer."""
+        kept = list(self.kept_states.items())[-num_slots:]
+        slots = [state.slot for _, state in kept]
+        held = self.nbytes() + max(state_bytes({0: tensors}) for tensors in self.states.values())
+        for layer, tensors in self.states.items():
+            resized = tuple(tensor.new_empty(num_slots, *tensor.shape[1:]) for tensor in tensors)
+            for tensor, new in zip(tensors, resized, strict=True):
+                new[: len(slots)] = tensor[slots]
+            self.states[layer] = resized
+        self.kept_states = {block: state._replace(slot=slot) for slot, (block, state) in enumerate(kept)}
+        self.num_slots, self.free_slots = num_slots, list(range(num_slots - 1, len(kept) - 1, -1))
+        self.peak_bytes = max(self.peak_bytes, held, self.nbytes())
 
     def reserve_call(self, num_blocks: int, forward_bytes: int = 0, needed: int = 0) -> None:
         """Reserve storage for a call that holds at most `num_blocks` blocks at once. Call it before the first

@@ -342,6 +342,29 @@ def test_kept_states_go_before_the_storage_grows_and_with_their_blocks():
     assert len(set(block_pool.allocate_states(3))) == 3 and block_pool.num_slots > 2
 
 
+@pytest.mark.parametrize("limit_bytes", [None, 20 * BLOCK_BYTES + 9 * SLOT_BYTES])
+def test_the_last_kept_states_outlive_another_number_of_slots(limit_bytes):
+    block_pool, ids = BlockPool(BLOCK_SIZE, limit_bytes), torch.arange(5)
+    for num_slots, expected in ((4, [0, 0, 0]), (9, [5, 5, 5]), (3, [5, 5, 5]), (2, [5, 5, 0])):
+        block_pool.begin_call(Maker(), KVWeights(1, 0), make_states=states_of)
+        block_pool.reserve_states(num_slots)
+        block_pool.reserve_call(8)
+        assert limit_bytes is None or (block_pool.num_slots == num_slots and block_pool.nbytes() <= limit_bytes)
+        found = [resumed(block_pool, torch.cat([ids + first, ids])) for first in (30, 20, 10)]
+        if limit_bytes is not None or num_slots > 2:
+            assert [reused for _, reused, _ in found] == expected
+        for value, (_, reused, slot) in zip((3.0, 2.0, 1.0), found, strict=True):
+            assert not reused or states_in(block_pool, [slot]) == [value]
+        slots = [*block_pool.free_slots, *(slot for *_, slot in found)]
+        assert sorted(slots) == list(range(block_pool.num_slots))
+        for blocks, _, slot in found:
+            block_pool.free(blocks)
+            block_pool.free_states([slot])
+        for value in (1.0, 2.0, 3.0):
+            kept_sequence(block_pool, ids + 10 * int(value), value)
+        block_pool.end_call()
+
+
 def test_kept_states_outlive_a_call_with_the_same_weights():
     block_pool, ids = recurrent_pool(2), torch.arange(5)
     for version, expected in ((1, 5), (1, 5), (2, 0)):

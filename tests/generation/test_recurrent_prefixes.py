@@ -1,11 +1,25 @@
-"""Which prefixes of prompts have their recurrent states kept."""
+"""Which prefixes of prompts have their recurrent states kept, and that rows which begin from kept states have the bits
+of rows that do not."""
 
+import contextlib
+import random
+from dataclasses import replace
+
+import pytest
 import torch
 
 from hybrid.decoders.batch import BLOCK_SIZE, NO_ADAPTER, KVWeights
 from hybrid.generation.block_pool import BlockPool
 from hybrid.generation.recurrent_prefixes import shared_prefixes
+from hybrid.generation.scheduler import Scheduler
+from hybrid.generation.scoring import score_packed
+from hybrid.sampling.sampler import stream_keys
+from tests.decoders.test_cpu_decoder import decoder_of
 from tests.generation.test_block_pool import Maker, kept_sequence, states_of
+from tests.generation.test_scheduler import request_of
+from tests.generation.test_shared_prefixes import padded
+from tests.marks import slow_but
+from tests.tiny_models import tiny_model
 
 A, B, C, D = (torch.full((BLOCK_SIZE,), value) for value in range(4))
 END = torch.tensor([9, 9])
@@ -93,3 +107,75 @@ def test_nothing_is_found_without_prefix_caching():
     block_pool.begin_call(Maker(), make_states=states_of)
     block_pool.reserve_states(9)
     assert found(block_pool, [prompt(A, B), prompt(A, C)]) == []
+
+
+class Conversations:
+    """Prompts that continue, repeat and part from sequences of earlier calls, over few tokens."""
+
+    def __init__(self, seed: int):
+        self.chosen, self.sequences = random.Random(seed), [torch.tensor([5])]
+
+    def prompt(self) -> torch.Tensor:
+        """A new prompt: an earlier sequence, whole or cut, and some tokens."""
+        earlier = self.chosen.choice(self.sequences)
+        cut = self.chosen.choice([len(earlier), self.chosen.randint(0, len(earlier))])
+        cut = min(cut, 5 * BLOCK_SIZE)
+        more = self.chosen.choice([1, 3, BLOCK_SIZE, self.chosen.randint(1, 70)])
+        return torch.cat([earlier[:cut], torch.tensor(self.chosen.choices(range(6, 40), k=more))])
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "family", slow_but(["qwen3_5_text", "mamba2"], ["qwen3_5_text", "nemotron_h", "lfm2", "mamba2"])
+)
+@torch.no_grad()
+def test_calls_in_any_order_have_the_bits_of_calls_without_a_prefix_cache(family, seed):
+    """Groups, few slots, little room for blocks, scores between rollouts, other weights."""
+    decoder = decoder_of(tiny_model(family).eval())
+    texts, chosen, version = Conversations(seed), random.Random(seed), 0
+    block_bytes, state_bytes = decoder.kv(1).nbytes, sum(t.nbytes for each in decoder.states(1).values() for t in each)
+    room = chosen.choice([None, 40 * block_bytes + 30 * state_bytes])
+    caching = BlockPool(BLOCK_SIZE, room, extra_bytes=chosen.choice([0, 20 * (block_bytes + state_bytes)]))
+    reused = 0
+    for _ in range(14):
+        version += chosen.random() < 0.15
+        prompts = [texts.prompt() for _ in range(chosen.randint(1, 7))]
+        rows = [index for index in range(len(prompts)) for _ in range(chosen.choice([1, 1, 3]))]
+        new_tokens = chosen.choice([1, 9, 40])
+        request = request_of(
+            [prompts[index] for index in rows],
+            groups=torch.tensor(rows),
+            max_new_tokens=new_tokens,
+            sampling_keys=stream_keys(seed, torch.arange(len(rows)), torch.zeros(len(rows), dtype=torch.long)),
+        )
+        request = replace(request, limits=torch.tensor([chosen.randint(1, new_tokens) for _ in rows]))
+        max_num_seqs, results = chosen.choice([2, 5, 32]), []
+        for block_pool in (caching, BlockPool(BLOCK_SIZE, room, caches_prefixes=False)):
+            block_pool.begin_call(decoder.kv, KVWeights(version, 0), decoder.states)
+            max_num_seqs = block_pool.num_seqs_within_limit(request.longest, max_num_seqs)
+            phase = lambda name: contextlib.nullcontext()  # noqa: E731
+            results.append(Scheduler(request, decoder, block_pool, max_num_seqs, phase, 4).run())
+            slots = [*block_pool.free_slots, *(kept.slot for kept in block_pool.kept_states.values())]
+            assert sorted(slots) == list(range(block_pool.num_slots))
+            assert not block_pool.num_used and (room is None or block_pool.nbytes() <= room)
+            found = block_pool.reused_tokens
+            assert found + block_pool.prefilled_tokens == sum(map(len, prompts)) or max_num_seqs < 32
+            reused += found
+            block_pool.end_call()
+        for name in ("tokens", "lengths", "raw_logps", "sampling_logps"):
+            assert torch.equal(*(getattr(result, name) for result in results)), name
+        new = [
+            torch.cat([prompts[index], ids[:count]])
+            for index, ids, count in zip(rows, results[0].tokens, results[0].lengths.tolist(), strict=True)
+        ]
+        texts.sequences += new
+        if chosen.random() < 0.3:
+            scores = []
+            for block_pool in (caching, BlockPool(BLOCK_SIZE, room, caches_prefixes=False)):
+                block_pool.begin_call(decoder.kv, KVWeights(version, 0), decoder.states)
+                scores.append(
+                    score_packed(decoder, block_pool, *padded(new), 1.0, chosen.choice([1, 4])).per_token_logps
+                )
+                block_pool.end_call()
+            assert torch.equal(*scores)
+    assert reused > 0 or room is not None
