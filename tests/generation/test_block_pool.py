@@ -412,6 +412,16 @@ def test_shared_states_serve_every_sequence():
     assert block_pool.num_slots == 4 and not block_pool.kept_states
 
 
+def test_states_that_a_prompt_continues_are_forgotten_last():
+    block_pool, ids = recurrent_pool(2), torch.arange(5)
+    kept_sequence(block_pool, ids, 1.0)
+    kept_sequence(block_pool, ids + 10, 2.0)
+    prompt, other = torch.cat([ids, ids]), torch.cat([ids + 10, ids])
+    assert block_pool.touch_state(prompt, NO_ADAPTER) == 5 and block_pool.touch_state(ids, NO_ADAPTER) == 0
+    block_pool.allocate_states(1)
+    assert [resumed(block_pool, own)[1] for own in (prompt, other)] == [5, 0]
+
+
 def test_another_adapters_states_are_not_found():
     block_pool, ids = recurrent_pool(4), torch.arange(2 * BLOCK_SIZE)
     kept_sequence(block_pool, ids[:BLOCK_SIZE], 1.0, is_shared=True)
