@@ -1,4 +1,4 @@
-"""Prefill, decode and the switch to inference on a GPU, as shares of that device's measured rates.
+"""Prefill, decode, the switch to inference and GRPO steps on a GPU, as shares of that device's measured rates.
 
     make gpu                                                   # the tests on the device, then this
     python -m benchmarks.gpu --minutes 8 --out DIRECTORY
@@ -17,14 +17,15 @@ read after the device has been synchronized.
     hf-static           Hugging Face's generate, static cache, torch.compile (reduce-overhead)
     vllm                vLLM with random weights in a process of its own: only if it is installed
 
-The first case of each shape is profiled once: launches and microseconds of its decode step's kernels, and how many CUDA
-graphs there are.
+A GRPO step is that of `benchmarks.real_size`, with LoRA and checkpointing: seconds of its phases, and inference's peak
+memory against its plan. The first case of each shape is profiled once: launches and microseconds of its decode step's
+kernels, and how many CUDA graphs there are.
 
 Every case is measured in a process of its own with a time limit. If it crashes, hangs or raises, the contender that ran
-gets a row with the reason, and the others are measured without it. Results are written after each case, to a JSON file
-and a table named after the hardware, and copied to `--out`; what it has for the same code is not measured again,
-failures included unless `--retry` is given. What did not fit into `--minutes` is listed, and the next call goes on with
-it.
+gets a row with the reason, and the others are measured without it. Results are written after each case: a JSON file,
+tables and a picture named after the hardware, with copies in `--out`. What the file has for the same code is not
+measured again, failures included unless `--retry` is given. What did not fit into `--minutes` is listed, and the next
+call goes on with it.
 """
 
 import argparse
@@ -65,12 +66,14 @@ RESERVE = 2 * 2**30  # bytes that a process uses besides tensors: CUDA's context
 COPIES = {"hf-static": 1, "vllm": 1}  # of the weights; this engine holds its ZeRO-3 partition and the snapshot: 2
 REASON_CHARS = 160
 GRACE_S = 2.0
+GRPO_SHAPES = ("0.5B", "1.5B", "micro")
+GRPO_GROUP, GRPO_MICRO_BATCH = 8, 8
 
 
 @dataclass(frozen=True)
 class Work:
-    """The measurement of a process.  kind: "rollout"; "profile", of a rollout's decode steps; or "switch", whose case
-    gives the shape alone."""
+    """The measurement of a process.  kind: "rollout"; "profile", of a rollout's decode steps; "switch", whose case
+    gives the shape alone; or "grpo", a step of training."""
 
     kind: str
     case: Case
@@ -79,8 +82,8 @@ class Work:
     @property
     def name(self) -> str:
         """The name of its rows."""
-        of_shape = f"{self.case.shape} {self.case.dtype} switch"
-        return {"rollout": self.case.name, "profile": f"{self.case.name} profile", "switch": of_shape}[self.kind]
+        of_shape, of_case = f"{self.case.shape} {self.case.dtype} switch", f"{self.case.name} {self.kind}"
+        return {"rollout": self.case.name, "profile": of_case, "switch": of_shape, "grpo": of_case}[self.kind]
 
     def needs(self, contender: str) -> int:
         """Bytes on the device for a contender: weights, KV cache, activations of the prompts and logits."""
@@ -93,6 +96,8 @@ class Work:
         tokens = self.case.rows * (self.case.prompt_len + self.case.new_tokens)
         cache = 2 * tokens * sizes["layers"] * sizes["kv_heads"] * head_dim * width
         activations = self.case.rows * self.case.prompt_len * (3 * sizes["mlp"] + 4 * sizes["hidden"]) * width
+        if self.kind == "grpo":  # of the micro-batch's training forward: logits, their gradients and temporaries
+            activations += 4 * 4 * GRPO_MICRO_BATCH * self.case.new_tokens * sizes["vocab"]
         return held + cache + activations + 3 * 4 * self.case.rows * sizes["vocab"] + RESERVE
 
 
@@ -146,13 +151,26 @@ class Report:
         print(f"{work.name}, {contender}: {figures.get('error') or 'measured'}", flush=True)
 
     def write(self) -> None:
-        """Write the JSON file, and its tables to a file of the same name."""
+        """Write the JSON file, and its tables and a picture to files of the same name."""
         results.write(self.path, {**self.about, **self.content})
         self.path.with_suffix(".md").write_text("\n".join(tables.gpu(self.content)) + "\n")
+        paths = [self.path, self.path.with_suffix(".md"), *self.draw()]
         if self.out is not None:
             self.out.mkdir(parents=True, exist_ok=True)
-            for path in (self.path, self.path.with_suffix(".md")):
+            for path in paths:
                 shutil.copy(path, self.out)
+
+    def draw(self) -> list[Path]:
+        """Draw the shares of the device's rates, if matplotlib is here; returns the picture's path."""
+        path = self.path.with_suffix(".png")
+        if not has_package("matplotlib"):
+            return []
+        from benchmarks import plot
+
+        figure = plot.gpu(self.content)
+        if figure.panels:
+            figure.draw(path)
+        return [path] if figure.panels else []
 
 
 RATES = ("copy_bytes_per_s", "gemm_flops_per_s")
@@ -188,7 +206,7 @@ def main(arguments: list[str] | None = None) -> Report:
 
 def planned(args: argparse.Namespace) -> list[Work]:
     """Everything to measure, the most informative first: a large batch of every shape, the profiles of these, the
-    switches, then the rest."""
+    switches, one row and the largest batch, GRPO steps, then the rest."""
     shapes = sorted(args.shapes, key=lambda shape: SHAPE_ORDER.index(shape) if shape in SHAPE_ORDER else -1)
     sizes = [(batch, prompt) for batch in args.batches for prompt in args.prompts]
     sizes.sort(key=lambda size: SIZE_ORDER.index(size) if size in SIZE_ORDER else -1)
@@ -201,7 +219,15 @@ def planned(args: argparse.Namespace) -> list[Work]:
     first, others = rollouts[: len(shapes)], rollouts[len(shapes) :]
     profiles = [Work("profile", work.case, ("hybrid",)) for work in first]
     switches = [Work("switch", Case(shape, "bf16", 1), ("hybrid",)) for shape in shapes]
-    return [*first, *profiles, *switches, *others]
+    rows, prompt = max(args.batches), max(args.prompts)
+    group = GRPO_GROUP if rows % GRPO_GROUP == 0 else rows
+    steps = [
+        Work("grpo", Case(shape, "bf16", rows // group, group, prompt, 4 * args.new_tokens), ("hybrid",))
+        for shape in shapes
+        if shape in GRPO_SHAPES
+    ]
+    sooner = others[: 2 * len(shapes)]
+    return [*first, *profiles, *switches, *sooner, *steps, *others[len(sooner) :]]
 
 
 def available() -> list[str]:
@@ -245,6 +271,7 @@ def measure(work: Work, group: list[str], report: Report, args: argparse.Namespa
             "contenders": group,
             "rounds": args.rounds,
             "flashinfer": FLASHINFER,
+            "micro_batch": min(GRPO_MICRO_BATCH, work.case.rows),
             "vllm_share": min(work.needs("vllm") / memory, 0.9),
         }
         outcome = run_process(request, args, limit, log=work.name)
@@ -329,7 +356,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     flags.add_argument("--new_tokens", type=int, default=64, help="at least 2")
     flags.add_argument("--contenders", nargs="+", choices=(*CONTENDERS, *MORE_CONTENDERS), help="default: available")
     flags.add_argument("--directory", type=Path, default=Path("runs"), help="of the JSON and the tables")
-    flags.add_argument("--out", type=Path, help="gets copies of these two files after every case")
+    flags.add_argument("--out", type=Path, help="gets copies of these files and of a picture after every case")
     flags.add_argument("--retry", action="store_true", help="measure again what failed before")
     args = flags.parse_args(arguments)
     if args.new_tokens < 2:

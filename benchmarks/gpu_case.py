@@ -28,6 +28,7 @@ from torch.profiler import ProfilerActivity
 from transformers import CompileConfig, StaticCache
 
 import hybrid
+from benchmarks import real_size
 from benchmarks.cases import Case, Request, make_model, make_request
 from benchmarks.contenders import (
     Contender,
@@ -304,6 +305,35 @@ def enter(engine: hybrid.HybridEngine) -> dict[str, float]:
     return {"switch_s": switch_s, **added}
 
 
+# A GRPO step
+
+
+def grpo_step(work: dict[str, Any], events: Events) -> None:
+    """Seconds of the phases of a GRPO step, `rounds` times, and inference's planned and measured peak memory of the
+    first one, which compiles and captures."""
+    case = Case(**work["case"])
+    join_alone()
+    events.write(begin="hybrid")
+    flags = {"shape": case.shape, "dtype": case.dtype, "sequences": case.rows, "num_generations": case.group}
+    flags |= {"prompt_length": case.prompt_len, "new_tokens": case.new_tokens, "micro_batch": work["micro_batch"]}
+    args = real_size.parse([text for name, value in flags.items() for text in (f"--{name}", str(value))])
+    engine = real_size.make_engine(args)
+    prompts = real_size.rank_prompts(args)
+    first, *reports = (real_size.step(engine, prompts, args) for _ in range(work["rounds"] + 1))
+    events.write(
+        result={
+            "contender": "hybrid",
+            "rollout_s": [report.seconds["rollout"] for report in reports],
+            "score_s": [report.seconds["score, policy"] + report.seconds["score, base"] for report in reports],
+            "train_s": [report.seconds["train"] for report in reports],
+            "tokens": first.tokens,
+            "planned": first.planned,
+            "measured": first.measured,
+            "note": first.stats["fallback_reason"],
+        }
+    )
+
+
 # The kernels of a decode step
 
 
@@ -354,7 +384,7 @@ def kernels_of(run: Callable[[], Any]) -> dict[str, tuple[int, float]]:
     return {average.key: (average.count, getattr(average, clock)) for average in averages}
 
 
-KINDS = {"device": device_rates, "rollout": rollouts, "switch": switch, "profile": profile}
+KINDS = {"device": device_rates, "rollout": rollouts, "switch": switch, "grpo": grpo_step, "profile": profile}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Figures of horizontal bars: rollouts over Hugging Face's, and where the time of a GRPO step goes.
+"""Figures of horizontal bars: rollouts over Hugging Face's, where the time of a GRPO step goes, and shares of a GPU's
+rates.
 
 A file has its bars as a text in its metadata, so that `benchmarks.page --check` sees from which results it was drawn.
 """
@@ -14,6 +15,7 @@ import matplotlib
 from PIL import Image
 
 from benchmarks.results import Spread
+from benchmarks.tables import gpu_shares
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -25,6 +27,10 @@ COLOURS = {
     "vllm": "#7b4fa3",
     "vllm-eager": "#bfa3d6",
     "zero3-gathered": "#b9b9b9",
+    "hybrid-eager": "#73c2a5",
+    "hybrid-flashinfer": "#2563a8",
+    "hybrid-flashinfer-eager": "#9dbfe0",
+    "hf-static": "#b9b9b9",
     "generation": "#c2410c",
     "logprobs, loss, backward, optimizer step": "#64748b",
 }
@@ -156,3 +162,19 @@ def iteration(report: dict[str, Any]) -> Figure:
         cases[IN_WORDS.get(name, name)] = [Bar(parts, f"{generation:.2f} of {sum(parts.values()):.2f}")]
     title = report["title"].replace("; ", ";\n")  # the machine, the settings, the rounds
     return Figure([Panel(f"Where the time of a GRPO step goes\n{title}", cases)], "median seconds")
+
+
+def gpu(report: dict[str, Any]) -> Figure:
+    """The shares of the device's rates that `benchmarks.gpu` has measured with the latest code."""
+    code = report["runs"][-1]["code"]
+    cases: dict[str, dict[str, list[Bar]]] = {"prefill": {}, "decode step": {}}
+    for row in report["rows"]:
+        if row["kind"] == "rollout" and row["code"] == code and "error" not in row:
+            for phase, share in gpu_shares(row).items():
+                if share is not None:
+                    bars = cases[phase].setdefault(row["case"], [])
+                    bars.append(Bar({row["contender"]: share}, f"{share:.0%}"))
+    rates = {"prefill": "of its matrix products", "decode step": "of its copies"}
+    hardware = report["runs"][-1]["hardware"]
+    panels = [Panel(f"{hardware}: {phase}, {rates[phase]}", bars) for phase, bars in cases.items() if bars]
+    return Figure(panels, "share of the device's measured rate", 1.0)

@@ -260,16 +260,16 @@ def show(engine: hybrid.HybridEngine, reports: list[Report], args: argparse.Name
     print("", *phases, "", *tables.table(head, memory), sep="\n")
 
 
-def parse() -> argparse.Namespace:
-    """The flags."""
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The flags.  arguments: instead of the command line's."""
     parser = results.parser(__doc__, num_generations=4, prompt_length=128, new_tokens=64)
-    parser.add_argument("--shape", choices=("0.5B", "micro"), default="0.5B")
+    parser.add_argument("--shape", choices=("0.5B", "1.5B", "micro"), default="0.5B")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--containers", choices=("fused", "native"), default="fused")
     parser.add_argument("--lora", choices=("merged", "unmerged"), default="merged")
     parser.add_argument("--sequences", type=int, default=16, help="completions of all ranks together")
     parser.add_argument("--micro_batch", type=int, default=2, help="sequences per training forward")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -386,24 +386,26 @@ GPU_HEADS = {
     "rollout": "case, contender, prefill ms (min–max), of GEMM, step ms (min–max), of copy, tokens/s, note".split(", "),
     "profile": ["kernel", "launches a step", "µs a step"],
     "switch": "case, switch ms (min–max), gather ms, merge ms, snapshot GiB, of copy, note".split(", "),
+    "grpo": "case, rollout s (min–max), scores s, training s, tokens/s, planned MiB, measured MiB, note".split(", "),
 }
 
 
 def gpu(result: dict[str, Any]) -> list[str]:
-    """The device's rates, tables of rollouts, of switches and of profiled decode steps, all of the latest code, and
-    what was not measured.
+    """The device's rates, tables of rollouts, switches, GRPO steps and profiled decode steps, all of the latest code,
+    and what was not measured.
 
     Shares of the device's rates: FLOPs of the prompts / (GEMM rate x time); bytes that a step must read, or twice the
     snapshot's bytes, / (copy rate x time).
     """
     run, left = result["runs"][-1], result["not_measured"]
-    kinds: dict[str, list[list[str]]] = {"rollout": [], "switch": []}
+    kinds: dict[str, list[list[str]]] = {"rollout": [], "switch": [], "grpo": []}
     profiles: list[str] = []
     for row in result["rows"]:
         if row["code"] == run["code"] and row["kind"] == "profile":
             profiles += ["", *gpu_profile(row)]
         elif row["code"] == run["code"]:
-            figures = ["–"] * 5 if "error" in row else gpu_cells(row)
+            empty = ["–"] * (6 if row["kind"] == "grpo" else 5)
+            figures = empty if "error" in row else gpu_cells(row)
             name = [row["case"], row["contender"]][: 2 if row["kind"] == "rollout" else 1]
             note = " ".join((row.get("error") or row["note"]).replace("|", "/").split())
             kinds[row["kind"]].append([*name, *figures, note])
@@ -416,6 +418,7 @@ def gpu(result: dict[str, Any]) -> list[str]:
         *table(GPU_HEADS["rollout"], kinds["rollout"]),
         "",
         *table(GPU_HEADS["switch"], kinds["switch"]),
+        *(["", *table(GPU_HEADS["grpo"], kinds["grpo"])] if kinds["grpo"] else []),
         *profiles,
         *(["", f"Not measured, call again: {'; '.join(left)}."] if left else []),
     ]
@@ -439,24 +442,42 @@ def gpu_profile(row: dict[str, Any]) -> list[str]:
 
 
 def gpu_cells(row: dict[str, Any]) -> list[str | None]:
-    """The figures of a row: milliseconds and shares."""
+    """The figures of a row: times and shares."""
     rates = row["rates"]
     median = {key: Spread.of(row[key]).median for key in row if key.endswith("_s")}
+    if row["kind"] == "grpo":
+        seconds = [show(row["rollout_s"], ".2f"), *(f"{median[key]:.2f}" for key in ("score_s", "train_s"))]
+        memory = map(mebibytes, (row["planned"], row["measured"]))
+        return [*seconds, f"{row['tokens'] / median['rollout_s']:.0f}", *memory]
 
     def times(key: str) -> str:
         low, high = (f"{1e3 * value:.2f}" for value in (min(row[key]), max(row[key])))
         return f"{1e3 * median[key]:.2f} ({low}–{high})"
 
-    def share(needed_s: float, key: str) -> str | None:
-        # None for a difference of two clocks that noise made negative
-        return f"{needed_s / median[key]:.0%}" if median[key] > 0 else None
+    def percent(share: float | None) -> str | None:
+        return None if share is None else f"{share:.0%}"
 
     if row["kind"] == "switch":
         moved_s = 2 * row["snapshot_bytes"] / rates["copy_bytes_per_s"]
         parts = (f"{1e3 * median[key]:.1f}" for key in ("gather_s", "merge_s"))
-        return [times("switch_s"), *parts, f"{row['snapshot_bytes'] / 2**30:.2f}", share(moved_s, "switch_s")]
-    multiplied_s = row["prefill_flops"] / rates["gemm_flops_per_s"]
-    read_s = row["step_bytes"] / rates["copy_bytes_per_s"]
+        return [
+            times("switch_s"),
+            *parts,
+            f"{row['snapshot_bytes'] / 2**30:.2f}",
+            f"{moved_s / median['switch_s']:.0%}",
+        ]
+    shares = gpu_shares(row)
     speed = f"{row['rows'] / median['step_s']:.0f}" if median["step_s"] > 0 else None
-    prefill = [times("prefill_s"), share(multiplied_s, "prefill_s")]
-    return [*prefill, times("step_s"), share(read_s, "step_s"), speed]
+    prefill = [times("prefill_s"), percent(shares["prefill"])]
+    return [*prefill, times("step_s"), percent(shares["decode step"]), speed]
+
+
+def gpu_shares(row: dict[str, Any]) -> dict[str, float | None]:
+    """The shares of a rollout's prefill and decode step in the device's rates; None for a difference of two clocks that
+    noise made negative."""
+    needed_s = {
+        "prefill": (row["prefill_flops"] / row["rates"]["gemm_flops_per_s"], row["prefill_s"]),
+        "decode step": (row["step_bytes"] / row["rates"]["copy_bytes_per_s"], row["step_s"]),
+    }
+    medians = {phase: (needed, Spread.of(values).median) for phase, (needed, values) in needed_s.items()}
+    return {phase: needed / median if median > 0 else None for phase, (needed, median) in medians.items()}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import gpu, gpu_case
+from benchmarks import gpu, gpu_case, plot
 from benchmarks.cases import SHAPES, Case, Request, make_model
 from benchmarks.contenders import Contender, Outcome
 from benchmarks.limits import prefill_flops
@@ -19,6 +19,7 @@ from hybrid.config import read_blocks
 
 DRY_RUN = "--device cpu --shapes micro --batches 2 --prompts 8 --new_tokens 4 --rounds 2".split()
 NAME = "micro bf16 b2 4 prompt 8"
+STEP = "micro bf16 1x2 16 prompt 8 grpo"
 
 # Stands in for benchmarks.gpu_case: the faults are real, the figures are not. Each process adds a line to `calls`.
 STAND_IN = """
@@ -51,6 +52,10 @@ if work["kind"] == "switch":
     say(begin="hybrid")
     seconds = {"switch_s": [0.5, 0.4], "gather_s": [0.3, 0.3], "merge_s": [0.1, 0.1]}
     say(result={"contender": "hybrid", **seconds, "snapshot_bytes": 2**30, "gathered_bytes": 2**30, "note": ""})
+if work["kind"] == "grpo":
+    say(begin="hybrid")
+    seconds = {"rollout_s": [2.0, 4.0, 3.0], "score_s": [0.5], "train_s": [6.0]}
+    say(result={"contender": "hybrid", **seconds, "tokens": 48, "planned": 2**21, "measured": 2**20, "note": ""})
 """
 
 
@@ -86,10 +91,20 @@ def test_a_failure_costs_one_row_and_nothing_is_measured_twice(tmp_path, calls, 
     assert rows["hybrid"]["in_turns_with"] == ["hybrid"]
     measured = calls()
     left = [contenders[:4], ["hybrid", "hang", "out-of-memory"], ["hybrid", "out-of-memory"], ["hybrid"]]
-    first = [["device", None], *(["rollout", names] for names in left), ["profile", ["hybrid"]], ["switch", ["hybrid"]]]
+    others = [[kind, ["hybrid"]] for kind in ("profile", "switch", "grpo")]
+    first = [["device", None], *(["rollout", names] for names in left), *others]
     assert measured == [*first, ["rollout", ["hf-static"]]], "Hugging Face's and vLLM's follow in a second pass"
-    for path in (report.path, report.path.with_suffix(".md")):
-        assert (tmp_path / "out" / path.name).read_text() == path.read_text()
+    picture = report.path.with_suffix(".png")
+    for path in (report.path, report.path.with_suffix(".md"), picture):
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+    figure = plot.gpu(report.content)
+    assert figure.is_at(picture)
+    assert [panel.title for panel in figure.panels] == [
+        "A Device, 1: prefill, of its matrix products",
+        "A Device, 1: decode step, of its copies",
+    ]
+    bars = [plot.Bar({name: 0.5}, "50%") for name in ("hybrid", "hf-static")]
+    assert all(panel.cases == {NAME: bars} for panel in figure.panels)
     table = capsys.readouterr().out
     # 12e11 operations in 3 ms at 8e14 a second; 4e9 bytes in 2 ms at 4e12 a second; two rows in 2 ms.
     assert f"| {NAME} | hybrid | 3.00 (2.00–4.00) | 50% | 2.00 (1.00–3.00) | 50% | 1000 |  |" in table
@@ -98,6 +113,7 @@ def test_a_failure_costs_one_row_and_nothing_is_measured_twice(tmp_path, calls, 
     step = "a step of 2.00 ms (2000 GB/s), 28 kernels of together 1.00 ms (4000 GB/s); 3 CUDA graphs"
     assert f"{NAME} profile: {step}\n\n| kernel |" in table and "| attention<a/b> | 28.0 | 700.0 |" in table
     assert "| micro bf16 switch | 450.00 (400.00–500.00) | 300.0 | 100.0 | 1.00 |" in table
+    assert f"| {STEP} | 3.00 (2.00–4.00) | 0.50 | 6.00 | 16 | 2 | 1 |  |" in table
     assert report.path.name == "gpu-a-device-1.json" and report.path.with_suffix(".md").is_file()
     assert table.count("| hybrid |") == report.path.with_suffix(".md").read_text().count("| hybrid |") == 1
 
@@ -106,7 +122,7 @@ def test_a_failure_costs_one_row_and_nothing_is_measured_twice(tmp_path, calls, 
     run(tmp_path, "--contenders", "hybrid", "out-of-memory", "--retry")
     assert calls() == [["device", None], ["rollout", ["out-of-memory"]]]
     more = run(tmp_path, "--contenders", "hybrid", "--new_tokens", "5")
-    assert calls() == [["device", None], ["rollout", ["hybrid"]], ["profile", ["hybrid"]]]
+    assert calls() == [["device", None], *([kind, ["hybrid"]] for kind in ("rollout", "profile", "grpo"))]
     content = json.loads(more.path.read_text())
     assert len(content["runs"]) == 4 and content["rows"] == more.rows
 
@@ -132,25 +148,23 @@ def test_figures_are_written_when_a_contenders_own_rounds_are_done(tmp_path):
 def test_what_does_not_fit_into_the_minutes_is_listed_and_measured_next(tmp_path, calls, capsys, monkeypatch):
     first = run(tmp_path, "--contenders", "hybrid", "--minutes", "0")
     assert calls() == [["device", None]]
-    assert first.not_measured == [f"{NAME}, hybrid", f"{NAME} profile, hybrid", "micro bf16 switch, hybrid"]
-    assert (
-        f"Not measured, call again: {NAME}, hybrid; {NAME} profile, hybrid; micro bf16 switch, hybrid."
-        in capsys.readouterr().out
-    )
+    names = [f"{name}, hybrid" for name in (NAME, f"{NAME} profile", "micro bf16 switch", STEP)]
+    assert first.not_measured == names
+    assert f"Not measured, call again: {'; '.join(names)}." in capsys.readouterr().out
     # A case that the end of the minutes cuts off has not failed.
     monkeypatch.setattr(gpu, "START_S", 1.0)
     cut = run(tmp_path, "--contenders", "hang", "--minutes", f"{3 / 60}")
     assert cut.not_measured[0] == f"{NAME}, hang" and cut.current_rows() == []
     second = run(tmp_path, "--contenders", "hybrid")
-    assert second.not_measured == [] and len(second.current_rows()) == 3
+    assert second.not_measured == [] and len(second.current_rows()) == 4
 
 
 def test_other_code_is_measured_again(tmp_path, calls, monkeypatch):
     run(tmp_path, "--contenders", "hybrid")
     monkeypatch.setattr(gpu, "code_digest", lambda: "another")
     report = run(tmp_path, "--contenders", "hybrid")
-    assert len(report.rows) == 6 and len(report.current_rows()) == 3
-    assert [kind for kind, _ in calls()] == ["device", "rollout", "profile", "switch"] * 2
+    assert len(report.rows) == 8 and len(report.current_rows()) == 4
+    assert [kind for kind, _ in calls()] == ["device", "rollout", "profile", "switch", "grpo"] * 2
 
 
 def test_contenders_that_do_not_fit_together_run_alone_and_those_too_large_get_a_reason(tmp_path, calls, monkeypatch):
@@ -168,10 +182,12 @@ def test_contenders_that_do_not_fit_together_run_alone_and_those_too_large_get_a
 
 def test_the_most_telling_cases_come_first():
     names = [work.name for work in gpu.planned(gpu.parse([]))]
-    assert len(names) == len(set(names)) == 3 * 4 * 2 + 3 + 3
+    assert len(names) == len(set(names)) == 3 * 4 * 2 + 3 + 3 + 2
     large = [f"{shape} bf16 b64 prompt 512" for shape in ("1.5B", "7B", "0.5B")]
     switches = [f"{shape} bf16 switch" for shape in ("1.5B", "7B", "0.5B")]
     assert names[:9] == [*large, *(f"{name} profile" for name in large), *switches]
+    sooner = [f"{shape} bf16 {size}" for size in ("b1", "b256") for shape in ("1.5B", "7B", "0.5B")]
+    assert names[9:17] == [*sooner, *(f"{shape} bf16 32x8 256 prompt 512 grpo" for shape in ("1.5B", "0.5B"))]
     assert {"hybrid", "hf-static"} <= set(gpu.parse([]).contenders) <= set(gpu.CONTENDERS)
     installed = gpu.has_package("flashinfer")
     assert ("hybrid-flashinfer" in gpu.parse([]).contenders) == installed
@@ -217,6 +233,10 @@ def check_dry_run(directory: Path, contenders: list[str], output: str) -> None:
     rows = {row["contender"]: row for row in content["rows"] if row["kind"] == "rollout"}
     (switch,) = (row for row in content["rows"] if row["kind"] == "switch")
     (profile,) = (row for row in content["rows"] if row["kind"] == "profile")
+    (step,) = (row for row in content["rows"] if row["kind"] == "grpo")
+    assert all(len(step[name]) == 2 and min(step[name]) > 0 for name in ("rollout_s", "score_s", "train_s"))
+    assert step["tokens"] == 2 * 4 * 4 and step["planned"] > 0 and step["note"] == ""
+    assert re.search(rf"^\| {STEP} \| [\d.]+ \([\d.]+–[\d.]+\) \|", output, re.M)
     times = [micros for _, _, micros in profile["kernels"]]
     assert times and times == sorted(times, reverse=True) and profile["cuda_graphs"] == 0
     assert f"{NAME} profile: a step of " in output
