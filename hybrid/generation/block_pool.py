@@ -586,8 +586,10 @@ class PrefixCache:
         path = self.full_blocks(tokens, adapter)
         blocks = [node.block for node in path]
         for depth in range(len(path), -1, -1):
-            node, rest = path[depth - 1] if depth else self.root(adapter), tokens[depth * FULL_BYTES :]
-            for size in range(min(len(rest), FULL_BYTES - TOKEN_BYTES), 0, -TOKEN_BYTES):
+            node = path[depth - 1] if depth else self.root(adapter)
+            rest = tokens[depth * FULL_BYTES : (depth + 1) * FULL_BYTES]
+            has_others = len(node.children) > (depth < len(path))  # than the next full block
+            for size in range(min(len(rest), FULL_BYTES - TOKEN_BYTES), 0, -TOKEN_BYTES) if has_others else ():
                 child = node.children.get(rest[:size])
                 if child is not None and child.block in kept:
                     return blocks[:depth], child.block, depth * BLOCK_SIZE + size // TOKEN_BYTES
