@@ -14,7 +14,7 @@ from hybrid.decoders.batch import BLOCK_SIZE, NO_ADAPTER, KVWeights, PagedKV, St
 RESERVED_SHARE = 0.9  # of what forwards leave of free memory: the most that `reserve_call` reserves
 TOKEN_BYTES = 8  # int64
 FULL_BYTES = BLOCK_SIZE * TOKEN_BYTES
-KEPT_SLOT = -1  # instead of a slot that the pool has kept, or has none of
+NO_SLOT = -1  # the pool has taken the slot, or none is allocated yet
 
 
 class KeptState(NamedTuple):
@@ -115,32 +115,49 @@ class BlockPool:
         """Forget the decoder that allocates, so that the memory of its weight copies can be freed."""
         self.make = self.make_states = None
 
-    def reserve_states(self, num_slots: int) -> None:
-        """Reserve slots for the recurrent states of a call that has `num_slots` sequences at once. Call it before
-        `reserve_call`: what they leave of a limit is for blocks."""
-        is_limited = self.limit_bytes is not None
-        num_slots += self.extra_bytes // 2 // max(self.slot_bytes, 1)
-        if self.make_states is None or self.num_slots == num_slots or (self.num_slots > num_slots and not is_limited):
+    def reserve_states(self, num_slots: int, num_blocks: int = 0, forward_bytes: int = 0) -> None:
+        """Reserve slots for the recurrent states of a call that has `num_slots` sequences at once, and as many more for
+        kept states as `extra_bytes` and memory allow. Call it before `reserve_call`: what the slots leave of a limit is
+        for blocks.
+
+        num_blocks, forward_bytes: as for `reserve_call`. Slots that they leave room for are not taken away.
+        """
+        if self.make_states is None:
+            return
+        for_blocks = (num_blocks + 1) * self.block_bytes
+        free = self.free_bytes() if self.affordable_bytes is None else self.affordable_bytes
+        for_states = (free - forward_bytes + self.nbytes()) * RESERVED_SHARE - for_blocks
+        if self.limit_bytes is not None:
+            for_states = min(for_states, self.limit_bytes - for_blocks)
+        affordable = for_states // max(self.slot_bytes, 1)
+        wanted = int(max(min(num_slots + self.extra_bytes // 2 // max(self.slot_bytes, 1), affordable), num_slots))
+        if self.num_slots == wanted or (
+            self.num_slots > wanted and (self.limit_bytes is None or self.num_slots <= affordable)
+        ):
             return
         if self.kept_states:
-            self._resize_kept(num_slots)
+            self._resize_kept(wanted)
         else:
             self.states, self.num_slots, self.free_slots = {}, 0, []
-            self._grow_slots(num_slots)
+            self._grow_slots(wanted)
         if self.limit_bytes is not None and self.nbytes() > self.limit_bytes:
             self._release_blocks()
 
     def _resize_kept(self, num_slots: int) -> None:
-        """Give the storage `num_slots` slots, between calls: the last of the kept states stay. Old and new are held
-        together for one layer."""
+        """Give the storage `num_slots` slots, at least 1, between calls. The most recently used states are kept. Old
+        and new are held together for one layer. If memory does not suffice, the storage is lost."""
         kept = list(self.kept_states.items())[-num_slots:]
         slots = [state.slot for _, state in kept]
         held = self.nbytes() + max(state_bytes({0: tensors}) for tensors in self.states.values())
-        for layer, tensors in self.states.items():
-            resized = tuple(tensor.new_empty(num_slots, *tensor.shape[1:]) for tensor in tensors)
-            for tensor, new in zip(tensors, resized, strict=True):
-                new[: len(slots)] = tensor[slots]
-            self.states[layer] = resized
+        try:
+            for layer, tensors in self.states.items():
+                resized = tuple(tensor.new_empty(num_slots, *tensor.shape[1:]) for tensor in tensors)
+                for tensor, new in zip(tensors, resized, strict=True):
+                    new[: len(slots)] = tensor[slots]
+                self.states[layer] = resized
+        except BaseException:
+            self.release()
+            raise
         self.kept_states = {block: state._replace(slot=slot) for slot, (block, state) in enumerate(kept)}
         self.num_slots, self.free_slots = num_slots, list(range(num_slots - 1, len(kept) - 1, -1))
         self.peak_bytes = max(self.peak_bytes, held, self.nbytes())
@@ -241,9 +258,9 @@ class BlockPool:
         return [self.free_slots.pop() for _ in range(count)]
 
     def free_states(self, slots: list[int]) -> None:
-        """Take slots back; KEPT_SLOT is none."""
+        """Take slots back; NO_SLOT is none."""
         if self.make_states is not None:
-            self.free_slots += [slot for slot in slots if slot != KEPT_SLOT]
+            self.free_slots += [slot for slot in slots if slot != NO_SLOT]
 
     def copy_states(self, source: int, targets: list[int]) -> None:
         """Copy the states in a slot to others."""
@@ -358,14 +375,15 @@ class BlockPool:
             return None
         return adapter, token_ids[: (full + 1) * BLOCK_SIZE].numpy().tobytes()
 
-    def blocks_before_parting(self, token_ids: torch.Tensor, adapter: int = NO_ADAPTER) -> int:
-        """Return after how many full blocks a cached sequence does not go on as this one, int64 [n]; 0: none does."""
-        return self.prefix_cache.blocks_before_parting(token_ids.cpu(), adapter) if self.caches_prefixes else 0
+    def blocks_before_divergence(self, token_ids: torch.Tensor, adapter: int = NO_ADAPTER) -> int:
+        """Return how many full blocks a sequence, int64 [n], has in common with a cached one that then diverges.
+        0: none does."""
+        return self.prefix_cache.blocks_before_divergence(token_ids.cpu(), adapter) if self.caches_prefixes else 0
 
     def same_blocks(self, token_ids: torch.Tensor) -> list[int]:
         """Return the cached full blocks that a sequence, int64 [n], begins with, with a reference to each: for a caller
         that computes their content again, to the same values, and so needs no others."""
-        if not self._finds_prefixes:
+        if not self.caches_prefixes:
             return []
         blocks = self.prefix_cache.match(token_ids.cpu())[0]
         self.ref(blocks)
@@ -418,11 +436,15 @@ class BlockPool:
         return known
 
     def resume(self, prompts: list[torch.Tensor], adapters: list[int]) -> list[tuple[list[int], int, int]]:
-        """As `reuse`, of prompts, int64 [n] each, for a model with recurrent layers. Returns for each its known blocks,
-        the tokens that these hold, and a slot for its states, which has the states after these tokens."""
+        """Start prompts, int64 [n] each, of a model with recurrent layers from their longest cached prefixes that have
+        states. A prompt's last token, whose logits are needed, is not part of them.
+
+        Returns for each prompt the blocks of its prefix, with a reference to each; the number of the prefix's tokens;
+        and a slot, which has the states after these tokens.
+        """
         shared: dict[int, KeptState] = {}  # which prompts begin with, by block: not forgotten before they are copied
         found: list[tuple[list[int], int]] = []
-        slots, sources = [KEPT_SLOT] * len(prompts), dict[int, list[int]]()
+        slots, sources = [NO_SLOT] * len(prompts), dict[int, list[int]]()
         for index, (token_ids, adapter) in enumerate(zip(prompts, adapters, strict=True)):
             states = ChainMap(shared, self.kept_states)
             blocks, partial, reused = self.prefix_cache.match_kept(token_ids[:-1].cpu(), states, adapter)
@@ -438,13 +460,13 @@ class BlockPool:
             if partial is not None and not (own := self._own_copy(partial, takes=True)):  # of no use without its states
                 self.free(blocks)
                 self.free_states([slots[index]])
-                blocks, reused, slots[index] = [], 0, KEPT_SLOT
+                blocks, reused, slots[index] = [], 0, NO_SLOT
             elif partial is not None:
                 blocks += own
             self.reused_tokens += reused
             self.prefilled_tokens += len(token_ids) - reused
             found.append((blocks, reused))
-        missing = slots.count(KEPT_SLOT) - len(self.free_slots) - len(self.kept_states)
+        missing = slots.count(NO_SLOT) - len(self.free_slots) - len(self.kept_states)
         for block, state in list(shared.items()):
             users = sources[block]
             if missing > 0:  # the last one takes the states
@@ -454,7 +476,7 @@ class BlockPool:
             self.copy_states(state.slot, copies)
             for index, slot in zip(users, copies, strict=True):
                 slots[index] = slot
-        without = [index for index, slot in enumerate(slots) if slot == KEPT_SLOT]
+        without = [index for index, slot in enumerate(slots) if slot == NO_SLOT]
         for index, slot in zip(without, self.allocate_states(len(without)), strict=True):
             slots[index] = slot
         self.kept_states |= shared
@@ -597,8 +619,8 @@ class PrefixCache:
                 return blocks[:depth], None, depth * BLOCK_SIZE
         return [], None, 0
 
-    def blocks_before_parting(self, token_ids: torch.Tensor, adapter: int = NO_ADAPTER) -> int:
-        """As `BlockPool.blocks_before_parting`, of a sequence on the host."""
+    def blocks_before_divergence(self, token_ids: torch.Tensor, adapter: int = NO_ADAPTER) -> int:
+        """As `BlockPool.blocks_before_divergence`, of a sequence on the host."""
         tokens = token_ids.numpy().tobytes()
         path = self.full_blocks(tokens, adapter)
         if not path or not path[-1].children:

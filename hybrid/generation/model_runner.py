@@ -112,7 +112,6 @@ def keep_shared_states(
     for wave in shared_prefixes(block_pool, prompts, own):
         of_wave, prefixes = [adapter for adapter, _ in wave], [token_ids for _, token_ids in wave]
         resumed = block_pool.resume(prefixes, of_wave)
-        block_pool.reused_tokens -= sum(map(len, prefixes))  # the prompts count them, of which one has computed them
         begins, slots = [begin for _, begin, _ in resumed], [slot for *_, slot in resumed]
         blocks = [
             known + block_pool.allocate(blocks_for(len(token_ids)) - len(known))
@@ -121,6 +120,7 @@ def keep_shared_states(
         numbers = None if adapters is None else of_wave
         for _ in hidden_states(decoder, block_pool, prefixes, blocks, begins, None, slots, numbers):
             pass  # its logits are not needed
+        block_pool.reused_tokens -= sum(map(len, prefixes))  # the prompts count them, of which one has computed them
         for token_ids, held, slot, adapter in zip(prefixes, blocks, slots, of_wave, strict=True):
             if not block_pool.keep_state(token_ids, held, slot, adapter, is_shared=True):
                 block_pool.free_states([slot])

@@ -1,7 +1,7 @@
 """Prefixes of prompts whose recurrent states are worth keeping.
 
 Keys and values of a token are one place in a block: sequences that begin alike share blocks. Recurrent states are those
-after one token: what sequences share must be computed up to where they part, and its states copied for each.
+after one token: what sequences share must be computed up to where they diverge, and its states copied for each.
 """
 
 from itertools import pairwise
@@ -22,10 +22,11 @@ Prefix = tuple[int, bytes]  # an adapter's number, as `PackedBatch.adapters`, an
 def shared_prefixes(
     block_pool: BlockPool, prompts: list[torch.Tensor], adapters: list[int]
 ) -> list[list[tuple[int, torch.Tensor]]]:
-    """Return full blocks that two prompts begin with, or one prompt and a cached sequence, whose states are not kept.
+    """Return the prefixes, in whole blocks, whose states are worth computing and keeping.
 
-    They are at most as many as slots that the prompts do not need; those that spare most tokens are preferred. Kept
-    states are forgotten only for what two prompts begin with.
+    These are prefixes of two prompts, and of one prompt and a cached sequence that then diverges. They are at most as
+    many as the slots that the prompts do not need; those that save most tokens come first. For prefixes of one prompt
+    at most one kept state is forgotten.
 
     prompts: int64 [n] each, on the host, without duplicates.  adapters: of each, as `PackedBatch.adapters`.
     Returns adapters and token ids, int64 [n]; a prefix of another one is in an earlier list.
@@ -36,18 +37,19 @@ def shared_prefixes(
     if num_available <= 0 or not block_pool.caches_prefixes:
         return []
     keys = [(adapter, ids[:-1].numpy().tobytes()) for adapter, ids in zip(adapters, prompts, strict=True)]
-    spared = spared_tokens(keys, known)
-    chosen = sorted(spared, key=lambda prefix: (-spared[prefix], prefix))[:num_available]
+    saved = saved_tokens(keys, known)
+    chosen = sorted(saved, key=lambda prefix: (-saved[prefix], prefix))[:num_available]
     of_cached = set[Prefix]()
     for (adapter, tokens), ids, begin in zip(keys, prompts, known, strict=True):
-        length = block_pool.blocks_before_parting(ids[:-1], adapter) * BLOCK_SIZE
-        if length > begin and (adapter, tokens[: length * TOKEN_BYTES]) not in spared:
+        length = block_pool.blocks_before_divergence(ids[:-1], adapter) * BLOCK_SIZE
+        if length > begin and (adapter, tokens[: length * TOKEN_BYTES]) not in saved:
             of_cached.add((adapter, tokens[: length * TOKEN_BYTES]))
-    chosen += sorted(of_cached)[: max(num_unused - len(chosen), 0)]
+    most = max(num_unused, min(num_available, len(chosen) + 1)) - len(chosen)
+    chosen += sorted(of_cached, key=lambda prefix: (-len(prefix[1]), prefix))[:most]
     return nested(chosen)
 
 
-def spared_tokens(keys: list[Prefix], known: list[int]) -> dict[Prefix, int]:
+def saved_tokens(keys: list[Prefix], known: list[int]) -> dict[Prefix, int]:
     """Return the full blocks that at least two of some prompts begin with, and how many tokens are not computed again
     if these are computed once.  known: how many tokens of each prompt need not be computed in any case."""
     prefixes = set[Prefix]()
@@ -55,7 +57,7 @@ def spared_tokens(keys: list[Prefix], known: list[int]) -> dict[Prefix, int]:
         num_blocks = common_tokens(tokens, others) // BLOCK_SIZE
         if adapter == other and num_blocks:
             prefixes.add((adapter, tokens[: num_blocks * FULL_BYTES]))
-    spared = {}
+    saved = {}
     for adapter, prefix in prefixes:
         length = len(prefix) // TOKEN_BYTES
         users = sum(
@@ -63,8 +65,8 @@ def spared_tokens(keys: list[Prefix], known: list[int]) -> dict[Prefix, int]:
             for (own, tokens), begin in zip(keys, known, strict=True)
         )
         if users > 1:
-            spared[adapter, prefix] = (users - 1) * length
-    return spared
+            saved[adapter, prefix] = (users - 1) * length
+    return saved
 
 
 def nested(prefixes: list[Prefix]) -> list[list[tuple[int, torch.Tensor]]]:

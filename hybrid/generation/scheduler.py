@@ -18,7 +18,7 @@ from hybrid.decoders.decode_state import MAX_STEPS
 from hybrid.decoders.drafts import Drafting, VerifiedTokens
 from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.environments.stepping import EnvironmentLoop, StepResult
-from hybrid.generation.block_pool import KEPT_SLOT, BlockPool, blocks_for
+from hybrid.generation.block_pool import NO_SLOT, BlockPool, blocks_for
 from hybrid.generation.completions import (
     CompletionBuffers,
     Completions,
@@ -264,8 +264,8 @@ class Scheduler:
         """Reserve the memory of `num_seqs` sequences at once. Where free memory does not suffice for their blocks, rows
         wait for others' blocks."""
         longest = self.request.longest
-        self.block_pool.reserve_states(num_seqs + 1)
         forwards = forward_memory(self.decoder, num_seqs, longest).total
+        self.block_pool.reserve_states(num_seqs + 1, num_blocks, forwards)
         self.block_pool.reserve_call(num_blocks, forwards, blocks_for(longest))
         if self.decoder.group is not None:
             self.block_pool.agree_on_call(self.decoder.group.gather, self.decoder.device)
@@ -588,12 +588,12 @@ class Scheduler:
             if self.block_pool.shares_prefixes:
                 self.block_pool.insert(*held, sequence.adapter)
             elif (
-                # Other steps than those of kernels that go on past ends change the states after a sequence's end.
+                # Unless the decode kernels stop a row's state at its end, steps after the end have changed it.
                 (self.continues_past_ends or in_cache[sequence.row] == len(token_ids))
                 and not sequence.is_invalid
                 and self.block_pool.keep_state(*held, sequence.state_slot, sequence.adapter)
             ):
-                sequence.state_slot = KEPT_SLOT
+                sequence.state_slot = NO_SLOT
         if self.request.return_router_indices:
             read_router_indices(self.block_pool.kv, sequences, [len(token_ids) for token_ids in computed])
 

@@ -27,8 +27,9 @@ class PackedSequences:
     shared: number of tokens of that prefix, of any length.
     index: for each sequence int64 [n], each token's index among the packed ones.
     count: number of packed tokens.
-    rows: the given sequences. Others are prefixes, whose recurrent states the sequences after them continue.
-    is_recurrent: sequences continue whole ones alone.
+    rows: the indices in `sequences` of the given ones; the others are shared prefixes, from whose recurrent states
+        later sequences continue.
+    is_recurrent: a sequence can continue only from another one's end, where the states are.
     """
 
     sequences: list[torch.Tensor]
@@ -43,7 +44,7 @@ class PackedSequences:
     def of(cls, sequences: list[torch.Tensor], is_recurrent: bool = False) -> "PackedSequences":
         """Pack sequences, int64 [n] each.
 
-        is_recurrent: the model has states after a sequence's last token alone. Of less than a block nothing is shared.
+        is_recurrent: states exist only after a sequence's last token. Prefixes shorter than a block are not shared.
         """
         sequences, rows = [ids.cpu() for ids in sequences], list(range(len(sequences)))
         if is_recurrent:
@@ -194,7 +195,11 @@ def packed_hidden_states(
     """
     longest = max(map(len, packed.sequences), default=0)
     max_rows = block_pool.num_seqs_within_limit(longest, min(max_rows, len(packed.sequences)))
-    block_pool.reserve_states(max_rows + 1)
+    if block_pool.kept_states:  # more rows than fill a forward gain nothing, and take the kept states' slots
+        rows_of_forward = decoder.prefill_tokens * len(packed.sequences) // max(packed.count, 1) + 2
+        max_rows = min(max_rows, max(rows_of_forward, len(block_pool.free_slots) - 1))
+    wanted = max((run.num_blocks for run in packed.runs(max_rows, None)), default=0)
+    block_pool.reserve_states(max_rows + 1, wanted, forward_memory(decoder, max_rows, longest, decodes=False).total)
     num_blocks = max((run.num_blocks for run in packed.runs(max_rows, block_pool.limit)), default=0)
     reserve_scoring(decoder, block_pool, num_blocks, max_rows, longest)
     runs = packed.runs(max_rows, block_pool.limit)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybrid.decoders.batch import BLOCK_SIZE, NO_ADAPTER, KVWeights, PagedKV
-from hybrid.generation.block_pool import KEPT_SLOT, BlockPool, blocks_for
+from hybrid.generation.block_pool import NO_SLOT, RESERVED_SHARE, BlockPool, blocks_for
 
 LAYERS, WIDTH = 2, 3
 
@@ -276,7 +276,7 @@ def kept_sequence(block_pool: BlockPool, token_ids: torch.Tensor, value: float, 
     for tensor in block_pool.kv.states[3]:
         tensor[slot] = value
     kept = block_pool.keep_state(token_ids, blocks, slot, is_shared=is_shared)
-    block_pool.free_states([KEPT_SLOT if kept else slot])
+    block_pool.free_states([NO_SLOT if kept else slot])
     block_pool.free(blocks)
     return blocks
 
@@ -342,12 +342,56 @@ def test_kept_states_go_before_the_storage_grows_and_with_their_blocks():
     assert len(set(block_pool.allocate_states(3))) == 3 and block_pool.num_slots > 2
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("share", [0.5, 1, 4])
+def test_slots_for_kept_states_stay_within_the_limit_and_free_memory(rows, share):
+    """They take what the call's rows and blocks leave."""
+    room = 8 * BLOCK_BYTES + 6 * SLOT_BYTES
+    limited = BlockPool(BLOCK_SIZE, room, extra_bytes=int(share * room))
+    free = BlockPool(BLOCK_SIZE, extra_bytes=int(share * room), free_bytes=lambda: room / RESERVED_SHARE)
+    for block_pool in (limited, free):
+        block_pool.begin_call(Maker(), make_states=states_of)
+        block_pool.reserve_states(rows, 7)
+        block_pool.reserve_call(7)
+        assert rows < block_pool.num_slots <= 6 and block_pool.nbytes() <= room
+        assert block_pool.limit is None or block_pool.limit >= 7
+    limited.reserve_states(6, 7)
+    assert limited.num_slots == 6
+    limited.reserve_states(2, 7)
+    assert limited.num_slots == 6, "blocks do not need the room"
+    limited.reserve_states(2, 10)
+    assert limited.num_slots == 2, "blocks need the room"
+
+
+def test_kept_states_are_lost_with_the_storage_when_memory_does_not_suffice(monkeypatch):
+    """Else the layers that have moved would be read by the old slots."""
+    block_pool, ids = recurrent_pool(3), torch.arange(5)
+    for value in (1.0, 2.0):
+        kept_sequence(block_pool, ids + 10 * int(value), value)
+    layers, new_empty = [], torch.Tensor.new_empty
+
+    def fails_at_the_second(tensor, *shape, **settings):
+        layers.append(shape)
+        if len(layers) == 2:
+            raise RuntimeError("out of memory")
+        return new_empty(tensor, *shape, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_empty", fails_at_the_second)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            block_pool.reserve_states(9)
+    block_pool.begin_call(Maker(), make_states=states_of)
+    block_pool.reserve_states(3)
+    assert resumed(block_pool, torch.cat([ids + 10, ids]))[1] == 0
+    assert len(block_pool.free_slots) == 2
+
+
 @pytest.mark.parametrize("limit_bytes", [None, 20 * BLOCK_BYTES + 9 * SLOT_BYTES])
 def test_the_last_kept_states_outlive_another_number_of_slots(limit_bytes):
     block_pool, ids = BlockPool(BLOCK_SIZE, limit_bytes), torch.arange(5)
     for num_slots, expected in ((4, [0, 0, 0]), (9, [5, 5, 5]), (3, [5, 5, 5]), (2, [5, 5, 0])):
         block_pool.begin_call(Maker(), KVWeights(1, 0), make_states=states_of)
-        block_pool.reserve_states(num_slots)
+        block_pool.reserve_states(num_slots, 20)
         block_pool.reserve_call(8)
         assert limit_bytes is None or (block_pool.num_slots == num_slots and block_pool.nbytes() <= limit_bytes)
         found = [resumed(block_pool, torch.cat([ids + first, ids])) for first in (30, 20, 10)]
@@ -441,6 +485,6 @@ def test_recurrent_states_count_in_the_limit_and_blocks_without_them_are_not_fou
     assert block_pool.limit == (limit - 2 * SLOT_BYTES) // BLOCK_BYTES - 1
     ids = torch.arange(2 * BLOCK_SIZE)
     block_pool.insert(ids, block_pool.allocate(2))
-    assert resumed(block_pool, ids)[:2] == ([], 0) and block_pool.same_blocks(ids) == []
+    assert resumed(block_pool, ids)[:2] == ([], 0) and len(block_pool.same_blocks(ids)) == 2
     with pytest.raises(ValueError, match="may need"):
         block_pool.require_room([10 * BLOCK_SIZE - 1], BLOCK_BYTES, SLOT_BYTES)
