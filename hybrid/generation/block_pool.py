@@ -158,6 +158,7 @@ class BlockPool:
         except BaseException:
             self.release()
             raise
+        self.kv = replace(self.kv, states=self.states)  # decoders read addresses again of another record alone
         self.kept_states = {block: state._replace(slot=slot) for slot, (block, state) in enumerate(kept)}
         self.num_slots, self.free_slots = num_slots, list(range(num_slots - 1, len(kept) - 1, -1))
         self.peak_bytes = max(self.peak_bytes, held, self.nbytes())

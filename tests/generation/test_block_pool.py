@@ -391,7 +391,9 @@ def test_the_last_kept_states_outlive_another_number_of_slots(limit_bytes):
     block_pool, ids = BlockPool(BLOCK_SIZE, limit_bytes), torch.arange(5)
     for num_slots, expected in ((4, [0, 0, 0]), (9, [5, 5, 5]), (3, [5, 5, 5]), (2, [5, 5, 0])):
         block_pool.begin_call(Maker(), KVWeights(1, 0), make_states=states_of)
+        before, sizes = block_pool.kv, block_pool.num_slots
         block_pool.reserve_states(num_slots, 20)
+        assert (block_pool.kv is before) == (block_pool.num_slots == sizes), "decoders keep the addresses of a record"
         block_pool.reserve_call(8)
         assert limit_bytes is None or (block_pool.num_slots == num_slots and block_pool.nbytes() <= limit_bytes)
         found = [resumed(block_pool, torch.cat([ids + first, ids])) for first in (30, 20, 10)]
