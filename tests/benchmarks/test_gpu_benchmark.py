@@ -127,6 +127,13 @@ def test_a_failure_costs_one_row_and_nothing_is_measured_twice(tmp_path, calls, 
     assert len(content["runs"]) == 4 and content["rows"] == more.rows
 
 
+def test_a_picture_that_cannot_be_drawn_costs_no_figure(tmp_path, calls, monkeypatch, capsys):
+    monkeypatch.setattr(plot.Figure, "draw", lambda *_: 1 / 0)
+    report = run(tmp_path, "--contenders", "hybrid", "--out", str(tmp_path / "out"))
+    assert report.not_measured == [] and "no picture: ZeroDivisionError" in capsys.readouterr().out
+    assert (tmp_path / "out" / report.path.name).is_file() and not report.path.with_suffix(".png").exists()
+
+
 def test_figures_are_written_when_a_contenders_own_rounds_are_done(tmp_path):
     """The next one fails in its last round."""
     runs, events = [], gpu_case.Events(tmp_path / "events.jsonl")
