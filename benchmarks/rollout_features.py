@@ -51,11 +51,6 @@ def model_of(shape: str) -> PreTrainedModel:
     return llama(*SHAPES[shape])
 
 
-def vocabulary_of(shape: str) -> int:
-    """The number of a model's tokens."""
-    return RECURRENT[shape]["vocab_size"] if shape in RECURRENT else SHAPES[shape][-1]
-
-
 def make_engine(shape: str, **rollout: bool) -> hybrid.HybridEngine:
     """An engine under ZeRO-3.  rollout: settings of its block."""
     torch.manual_seed(0)
@@ -78,9 +73,10 @@ def in_turns(ways: dict[str, Callable[[], float]], repetitions: int) -> dict[str
 
 def measure_system(shape: str, rows: int, prompt: int, repetitions: int) -> dict[str, Any]:
     """The prefill of `rows` prompts that begin with the same `prompt` tokens, and have NEW_TOKENS of their own."""
-    vocabulary, seeds = vocabulary_of(shape), iter(range(10**6))
+    seeds = iter(range(10**6))
 
     def prompts(engine: hybrid.HybridEngine) -> torch.Tensor:
+        vocabulary = engine.module.config.vocab_size
         system = tokens(1, prompt, vocabulary, next(seeds)).expand(rows, -1)
         return torch.cat([system, tokens(rows, NEW_TOKENS, vocabulary, next(seeds))], dim=1)
 
@@ -90,10 +86,11 @@ def measure_system(shape: str, rows: int, prompt: int, repetitions: int) -> dict
 
 def measure_turns(shape: str, rows: int, prompt: int, new: int, repetitions: int) -> dict[str, Any]:
     """The second turn of `rows` conversations of `prompt` + `new` tokens."""
-    vocabulary, seeds = vocabulary_of(shape), iter(range(10**6))
+    seeds = iter(range(10**6))
     first = hybrid.SamplingParams(max_new_tokens=new, min_new_tokens=new)
 
     def second_turns(engine: hybrid.HybridEngine) -> torch.Tensor:
+        vocabulary = engine.module.config.vocab_size
         ids = tokens(rows, prompt, vocabulary, next(seeds))
         batch = engine.rollout(ids, torch.ones_like(ids), first)
         return torch.cat([batch.sequences, tokens(rows, NEW_TOKENS, vocabulary, next(seeds))], dim=1)
@@ -183,7 +180,8 @@ def measure_partial(
 ) -> dict[str, Any]:
     """Tokens a second of rollouts that stop once `share` of `rows` rows are done, and go on with the rest in the next;
     against whole ones. After `iterations` rollouts of each, the shares of new and old rows are steady."""
-    engine, vocabulary = make_engine(shape), vocabulary_of(shape)
+    engine = make_engine(shape)
+    vocabulary = engine.module.config.vocab_size
     of_ways = {
         name: LogNormalRows(engine, vocabulary, rows, prompt, new, stops)
         for name, stops in {"whole rollouts": None, f"stop at {share:.0%}": share}.items()
@@ -217,11 +215,13 @@ def main() -> None:
     is_partial = arguments.what == "partial"
     prompt = arguments.prompt or (32 if is_partial else 1024)
     new = arguments.new or (512 if is_partial else 64)
-    sizes = arguments.shape, arguments.rows, prompt, new, arguments.repetitions
+    sizes = arguments.shape, arguments.rows, prompt
     if is_partial:
-        figures = measure_partial(*sizes, arguments.share, arguments.iterations)
+        figures = measure_partial(*sizes, new, arguments.repetitions, arguments.share, arguments.iterations)
+    elif arguments.what == "turns":
+        figures = measure_turns(*sizes, new, arguments.repetitions)
     else:
-        figures = measure_turns(*sizes) if arguments.what == "turns" else measure_system(*sizes[:3], sizes[-1])
+        figures = measure_system(*sizes, arguments.repetitions)
     result = {**about, **figures}
     print_on_rank_0("\n".join(tables.rollout_features(result)))
     results.write(arguments.output, result)

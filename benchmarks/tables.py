@@ -464,7 +464,7 @@ def gpu_cells(row: dict[str, Any]) -> list[str | None]:
             times("switch_s"),
             *parts,
             f"{row['snapshot_bytes'] / 2**30:.2f}",
-            f"{moved_s / median['switch_s']:.0%}",
+            percent(share_of(moved_s, row["switch_s"])),
         ]
     shares = gpu_shares(row)
     speed = f"{row['rows'] / median['step_s']:.0f}" if median["step_s"] > 0 else None
@@ -473,11 +473,15 @@ def gpu_cells(row: dict[str, Any]) -> list[str | None]:
 
 
 def gpu_shares(row: dict[str, Any]) -> dict[str, float | None]:
-    """The shares of a rollout's prefill and decode step in the device's rates; None for a difference of two clocks that
-    noise made negative."""
-    needed_s = {
-        "prefill": (row["prefill_flops"] / row["rates"]["gemm_flops_per_s"], row["prefill_s"]),
-        "decode step": (row["step_bytes"] / row["rates"]["copy_bytes_per_s"], row["step_s"]),
+    """The shares of a rollout's prefill and decode step in the device's rates."""
+    rates = row["rates"]
+    return {
+        "prefill": share_of(row["prefill_flops"] / rates["gemm_flops_per_s"], row["prefill_s"]),
+        "decode step": share_of(row["step_bytes"] / rates["copy_bytes_per_s"], row["step_s"]),
     }
-    medians = {phase: (needed, Spread.of(values).median) for phase, (needed, values) in needed_s.items()}
-    return {phase: needed / median if median > 0 else None for phase, (needed, median) in medians.items()}
+
+
+def share_of(needed_s: float, measured_s: list[float]) -> float | None:
+    """The share of needed seconds in measured ones; None for a difference of two clocks that noise made negative."""
+    median = Spread.of(measured_s).median
+    return needed_s / median if median > 0 else None

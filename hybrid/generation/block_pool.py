@@ -353,10 +353,6 @@ class BlockPool:
         """Forget which tokens blocks hold. Call it between calls."""
         self._forget(self.prefix_cache.use(None))
 
-    @property
-    def _finds_prefixes(self) -> bool:
-        return self.caches_prefixes and self.shares_prefixes
-
     def insert(self, token_ids: torch.Tensor, blocks: list[int], adapter: int = NO_ADAPTER) -> None:
         """Record that blocks hold these tokens, int64 [n], from a sequence's begin on. Nothing may write these
         positions of the blocks any more.
@@ -369,7 +365,7 @@ class BlockPool:
     def first_new_block(self, token_ids: torch.Tensor, adapter: int = NO_ADAPTER) -> tuple[int, bytes] | None:
         """Return the adapter and the bytes of a sequence, int64 [n] on the host, up to its first full block that is not
         cached; None if all of them are, or nothing is kept.  adapter: as for `insert`."""
-        if not self._finds_prefixes:
+        if not (self.caches_prefixes and self.shares_prefixes):
             return None
         full = len(self.prefix_cache.full_blocks(token_ids.numpy().tobytes(), adapter))
         if (full + 1) * BLOCK_SIZE > len(token_ids):
@@ -428,8 +424,8 @@ class BlockPool:
         return self.kept_states.setdefault(last, KeptState(slot, is_shared)).slot == slot
 
     def touch_state(self, token_ids: torch.Tensor, adapter: int) -> int:
-        """Make the states that a prompt, int64 [n], would continue from those that are forgotten last. Returns the
-        number of tokens before them; 0: there are none."""
+        """Mark the states that a prompt, int64 [n], would start from as the most recently used ones. Returns how many
+        of the prompt's tokens they cover; 0: no states are kept for it."""
         blocks, partial, known = self.prefix_cache.match_kept(token_ids[:-1].cpu(), self.kept_states, adapter)
         if known:
             last = blocks[-1] if partial is None else partial
@@ -467,6 +463,14 @@ class BlockPool:
             self.reused_tokens += reused
             self.prefilled_tokens += len(token_ids) - reused
             found.append((blocks, reused))
+        self._allocate_missing(slots, shared, sources)
+        return [(blocks, reused, slot) for (blocks, reused), slot in zip(found, slots, strict=True)]
+
+    def _allocate_missing(self, slots: list[int], shared: dict[int, KeptState], sources: dict[int, list[int]]) -> None:
+        """Replace each NO_SLOT in `slots` by a new slot, with a copy of the shared states that its prompt starts from.
+
+        shared: states by block, which are kept again.  sources: the indices in `slots` of each one's prompts.
+        """
         missing = slots.count(NO_SLOT) - len(self.free_slots) - len(self.kept_states)
         for block, state in list(shared.items()):
             users = sources[block]
@@ -481,7 +485,6 @@ class BlockPool:
         for index, slot in zip(without, self.allocate_states(len(without)), strict=True):
             slots[index] = slot
         self.kept_states |= shared
-        return [(blocks, reused, slot) for (blocks, reused), slot in zip(found, slots, strict=True)]
 
     def _own_copy(self, block: int, takes: bool = False) -> list[int]:
         """Return a new block with a cached block's content; or that block itself, which is forgotten, if `takes` or
@@ -599,7 +602,7 @@ class PrefixCache:
     def match_kept(
         self, token_ids: torch.Tensor, kept: Container[int], adapter: int = NO_ADAPTER
     ) -> tuple[list[int], int | None, int]:
-        """Find the longest begin of a sequence, int64 [n] on the host, that ends with a block of `kept`.
+        """Find the longest cached prefix of a sequence, int64 [n] on the host, that ends with a block of `kept`.
 
         Returns:
             The blocks of its first tokens, BLOCK_SIZE each; the block of the tokens after these, None if there are

@@ -1,4 +1,4 @@
-"""Estimated memory of a call's forward passes: logits, activations, CUDA graphs. The KV cache is not included."""
+"""Estimated memory of a call's forward passes (logits, activations, CUDA graphs), and the cache reserved beside it."""
 
 from dataclasses import dataclass
 
@@ -7,6 +7,7 @@ from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.decoders.self_check import checked_lengths
 from hybrid.decoders.streamed_decoder import StreamedDecoder
 from hybrid.decoders.torch_decoder import WholeDecoder
+from hybrid.generation.block_pool import BlockPool, blocks_for
 
 LOGIT_ROWS = 256  # tokens whose logits are in memory at once while sequences are scored
 
@@ -38,6 +39,21 @@ def forward_memory(decoder: AnyDecoder, rows: int, tokens: int, decodes: bool = 
     graphs = whole.loop_bytes(rows, tokens) if rows and decodes and whole is decoder else 0
     logits = logit_rows(whole, max(rows, 1), tokens, decodes) * num_logits * 4
     return ForwardMemory(logits, whole.activation_bytes(at_once), graphs)
+
+
+def reserve_memory(
+    decoder: AnyDecoder, block_pool: BlockPool, num_seqs: int, num_blocks: int, longest: int, decodes: bool = True
+) -> None:
+    """Reserve a call's blocks and recurrent states. If free memory does not hold all blocks and what forward passes
+    need, the pool's limit is lowered: rows wait for others' blocks.
+
+    num_seqs, num_blocks: the most at once.  longest: tokens of the longest sequence.  decodes: as for `forward_memory`.
+    """
+    forwards = forward_memory(decoder, num_seqs, longest, decodes).total
+    block_pool.reserve_states(num_seqs + 1, num_blocks, forwards)
+    block_pool.reserve_call(num_blocks, forwards, blocks_for(longest))
+    if decoder.group is not None:
+        block_pool.agree_on_call(decoder.group.gather, decoder.device)
 
 
 def logit_rows(decoder: WholeDecoder | None, rows: int, tokens: int, decodes: bool = True) -> int:

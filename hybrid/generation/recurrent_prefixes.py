@@ -24,9 +24,9 @@ def shared_prefixes(
 ) -> list[list[tuple[int, torch.Tensor]]]:
     """Return the prefixes, in whole blocks, whose states are worth computing and keeping.
 
-    These are prefixes of two prompts, and of one prompt and a cached sequence that then diverges. They are at most as
-    many as the slots that the prompts do not need; those that save most tokens come first. For prefixes of one prompt
-    at most one kept state is forgotten.
+    These are the prefixes that two prompts share, and those that one prompt shares with a cached sequence that then
+    diverges. There are at most as many as slots that the prompts do not need; the ones that save most tokens are
+    chosen. For prefixes of a single prompt at most one kept state is evicted.
 
     prompts: int64 [n] each, on the host, without duplicates.  adapters: of each, as `PackedBatch.adapters`.
     Returns adapters and token ids, int64 [n]; a prefix of another one is in an earlier list.
@@ -49,14 +49,20 @@ def shared_prefixes(
     return nested(chosen)
 
 
+def common_to_two(sequences: list[bytes]) -> set[bytes]:
+    """Return the longest prefixes that two of the sequences share: where sequences diverge, or one ends."""
+    return {one[: common_tokens(one, other) * TOKEN_BYTES] for one, other in pairwise(sorted(sequences))}
+
+
 def saved_tokens(keys: list[Prefix], known: list[int]) -> dict[Prefix, int]:
     """Return the full blocks that at least two of some prompts begin with, and how many tokens are not computed again
     if these are computed once.  known: how many tokens of each prompt need not be computed in any case."""
-    prefixes = set[Prefix]()
-    for (adapter, tokens), (other, others) in pairwise(sorted(keys)):
-        num_blocks = common_tokens(tokens, others) // BLOCK_SIZE
-        if adapter == other and num_blocks:
-            prefixes.add((adapter, tokens[: num_blocks * FULL_BYTES]))
+    prefixes = {
+        (adapter, prefix[: len(prefix) // FULL_BYTES * FULL_BYTES])
+        for adapter in {adapter for adapter, _ in keys}
+        for prefix in common_to_two([tokens for other, tokens in keys if other == adapter])
+        if len(prefix) >= FULL_BYTES
+    }
     saved = {}
     for adapter, prefix in prefixes:
         length = len(prefix) // TOKEN_BYTES
@@ -70,7 +76,8 @@ def saved_tokens(keys: list[Prefix], known: list[int]) -> dict[Prefix, int]:
 
 
 def nested(prefixes: list[Prefix]) -> list[list[tuple[int, torch.Tensor]]]:
-    """Return token ids, int64 [n], in lists: those that begin with another one are in a later list."""
+    """Return token ids, int64 [n], in lists, to be computed in this order: a prefix comes in an earlier list than those
+    that extend it."""
     levels: list[list[Prefix]] = []
     for adapter, tokens in sorted(prefixes, key=lambda prefix: (len(prefix[1]), prefix)):
         level = max(

@@ -26,7 +26,7 @@ from hybrid.generation.completions import (
     Penalties,
     without_tokens,
 )
-from hybrid.generation.forward_memory import forward_memory
+from hybrid.generation.forward_memory import reserve_memory
 from hybrid.generation.model_runner import ModelRunner, prefill
 from hybrid.generation.request import Processors, Request, StopCondition
 from hybrid.generation.routing import read_router_indices
@@ -264,11 +264,7 @@ class Scheduler:
         """Reserve the memory of `num_seqs` sequences at once. Where free memory does not suffice for their blocks, rows
         wait for others' blocks."""
         longest = self.request.longest
-        forwards = forward_memory(self.decoder, num_seqs, longest).total
-        self.block_pool.reserve_states(num_seqs + 1, num_blocks, forwards)
-        self.block_pool.reserve_call(num_blocks, forwards, blocks_for(longest))
-        if self.decoder.group is not None:
-            self.block_pool.agree_on_call(self.decoder.group.gather, self.decoder.device)
+        reserve_memory(self.decoder, self.block_pool, num_seqs, num_blocks, longest)
         self.decoder.reserve(longest)
 
     def max_blocks_in_use(self) -> int:
@@ -580,7 +576,7 @@ class Scheduler:
         """Keep in the prefix cache what sequences that leave the runner have computed, and read their experts."""
         # The latest token has not been run through the model.
         computed = self.buffers.contexts([each.row for each in sequences], [each.length - 1 for each in sequences])
-        in_cache = self.runner.tokens_in_cache()
+        in_cache = {} if self.block_pool.shares_prefixes else self.runner.tokens_in_cache()
         for token_ids, sequence in zip(computed, sequences, strict=True):
             if self.request.inputs_of(sequence.row):  # equal tokens may stand for other images
                 continue

@@ -14,9 +14,9 @@ from torch import nn
 from hybrid.decoders.batch import BLOCK_SIZE, LayerActivations, on_device
 from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.generation.block_pool import BlockPool, blocks_for
-from hybrid.generation.forward_memory import LOGIT_ROWS
+from hybrid.generation.forward_memory import LOGIT_ROWS, reserve_memory
 from hybrid.generation.model_runner import hidden_states, prefill_chunks
-from hybrid.generation.shared_prefixes import PackedSequences, packed_hidden_states, reserve_scoring
+from hybrid.generation.shared_prefixes import PackedSequences, packed_hidden_states
 from hybrid.models.model_inputs import RowInputs, joined_inputs
 from hybrid.models.modules import has_virtual_tokens, hugging_face_model
 from hybrid.runtime.inputs import as_ids, as_mask
@@ -113,7 +113,8 @@ def score_packed(
     first, length = attention_mask.argmax(dim=1).tolist(), attention_mask.sum(dim=1).tolist()
     decoder.reserve(max(length))
     needed = (sum(blocks_for(length[row]) for row in rows) for rows in together(length, rows_at_once, block_pool.limit))
-    reserve_scoring(decoder, block_pool, max(needed), min(rows_at_once, len(length)), max(length))
+    num_seqs = min(rows_at_once, len(length))
+    reserve_memory(decoder, block_pool, num_seqs, max(needed), max(length), decodes=False)
     for rows in together(length, rows_at_once, block_pool.limit):
         real = [sequences[row, first[row] : first[row] + length[row]] for row in rows]
         blocks, begins = known_blocks(block_pool, real)

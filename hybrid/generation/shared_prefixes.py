@@ -8,9 +8,10 @@ import torch
 
 from hybrid.decoders.batch import BLOCK_SIZE, LayerActivations
 from hybrid.decoders.fused_model import AnyDecoder
-from hybrid.generation.block_pool import BlockPool, blocks_for
-from hybrid.generation.forward_memory import forward_memory
+from hybrid.generation.block_pool import FULL_BYTES, TOKEN_BYTES, BlockPool, blocks_for
+from hybrid.generation.forward_memory import reserve_memory
 from hybrid.generation.model_runner import hidden_states
+from hybrid.generation.recurrent_prefixes import common_to_two
 
 NO_PARENT = -1
 
@@ -123,16 +124,14 @@ class Run:
 
 
 def with_prefixes(sequences: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[int], list[int]]:
-    """Return sequences, int64 [n] on the host, with the prefixes of at least a block that several begin with, each
-    before the first of these; where the given ones are; and for each the longest prefix before it that it begins with,
-    NO_PARENT if there is none."""
+    """Insert the prefixes of at least a block that several sequences, int64 [n] on the host, share, each before the
+    first sequence that begins with it.
+
+    Returns all sequences, the indices of the given ones, and for each sequence the index of its longest prefix among
+    them, NO_PARENT if there is none.
+    """
     keys = [ids.numpy().tobytes() for ids in sequences]
-    lengths = {
-        (index, count)
-        for index, other in pairwise(sorted(range(len(keys)), key=keys.__getitem__))
-        if (count := common_tokens(sequences[index], sequences[other])) >= BLOCK_SIZE
-    }
-    prefixes = sorted({keys[index][: count * sequences[index].element_size()] for index, count in lengths}, key=len)
+    prefixes = sorted((prefix for prefix in common_to_two(keys) if len(prefix) >= FULL_BYTES), key=len)
     packed: list[torch.Tensor] = []
     rows, parents, place_of = list[int](), list[int](), dict[bytes, int]()
     for ids, key in zip(sequences, keys, strict=True):
@@ -141,7 +140,7 @@ def with_prefixes(sequences: list[torch.Tensor]) -> tuple[list[torch.Tensor], li
             if key.startswith(prefix):
                 if prefix not in place_of:
                     place_of[prefix] = len(packed)
-                    packed.append(ids[: len(prefix) // ids.element_size()])
+                    packed.append(ids[: len(prefix) // TOKEN_BYTES])
                     parents.append(parent)
                 parent = place_of[prefix]
         rows.append(len(packed))
@@ -198,10 +197,8 @@ def packed_hidden_states(
     if block_pool.kept_states:  # more rows than fill a forward gain nothing, and take the kept states' slots
         rows_of_forward = decoder.prefill_tokens * len(packed.sequences) // max(packed.count, 1) + 2
         max_rows = min(max_rows, max(rows_of_forward, len(block_pool.free_slots) - 1))
-    wanted = max((run.num_blocks for run in packed.runs(max_rows, None)), default=0)
-    block_pool.reserve_states(max_rows + 1, wanted, forward_memory(decoder, max_rows, longest, decodes=False).total)
     num_blocks = max((run.num_blocks for run in packed.runs(max_rows, block_pool.limit)), default=0)
-    reserve_scoring(decoder, block_pool, num_blocks, max_rows, longest)
+    reserve_memory(decoder, block_pool, max_rows, num_blocks, longest, decodes=False)
     runs = packed.runs(max_rows, block_pool.limit)
     blocks: dict[int, list[int]] = {}
     slots: dict[int, int] = {}  # of recurrent states
@@ -232,18 +229,6 @@ def packed_hidden_states(
     block_pool.free_states(list(slots.values()))
     for held in blocks.values():
         block_pool.free(held)
-
-
-def reserve_scoring(decoder: AnyDecoder, block_pool: BlockPool, num_blocks: int, rows: int, longest: int) -> None:
-    """Reserve a scoring call's blocks. Where free memory does not suffice for them beside the forwards, the pool's
-    limit is lowered, and the rows are scored in more runs.
-
-    num_blocks: the most at once.  rows: the most at once.  longest: tokens of the longest sequence.
-    """
-    forwards = forward_memory(decoder, rows, longest, decodes=False).total
-    block_pool.reserve_call(num_blocks, forwards, blocks_for(longest))
-    if decoder.group is not None:
-        block_pool.agree_on_call(decoder.group.gather, decoder.device)
 
 
 def indices_of(chunks: dict[int, range], index: list[torch.Tensor]) -> torch.Tensor:

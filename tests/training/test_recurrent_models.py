@@ -275,8 +275,8 @@ def beginning_alike(system: torch.Tensor, rows: int, seed: int, every: int = 2) 
 
 
 def check_shared_beginnings(adapter: str, family: str, blocks: dict) -> None:
-    """What prompts begin with is computed once, in a call and in the next ones with the same weights; rows of ranks
-    differ. Without prefix caching everything is computed, to the same bits."""
+    """A prefix that prompts share is computed once, in this call and in later ones with the same weights. Ranks have
+    different rows. Without prefix caching every token is computed, and the results have the same bits."""
     rank, engines = dist.get_rank(), []
     for on in (True, False):
         rollout = {"prefix_cache_bytes": 10**6 * on, "enable_prefix_caching": on}
