@@ -888,8 +888,9 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
             entropy: also return entropies.
             forward: "model": the model's own forward over padded rows, and its whole logits. "packed": the model's own
                 modules over the rows' tokens without padding, each prefix that rows have in common once, and logits for
-                1,024 tokens at a time; dropout must be 0. It runs as "model", with a warning, for a model whose
-                attention does not go through transformers' `AttentionInterface`, or that has recurrent layers.
+                1,024 tokens at a time; dropout must be 0. Recurrent layers' states go from a prefix to what follows
+                it. It runs as "model", with a warning, for a model whose attention does not go through transformers'
+                `AttentionInterface`, or whose recurrent layers are of another kind (Mamba 1).
                 "exact": the forward of the rollout's kernels, whose logprobs of a rollout's rows are the rollout's, bit
                 for bit on CPUs; backward through the model's own modules at the kernels' activations. Needs a fused
                 decoder.

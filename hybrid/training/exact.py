@@ -38,7 +38,7 @@ class _LayerAtInput(torch.autograd.Function):
 
 @contextmanager
 def layers_at_inputs(
-    layers: Sequence[nn.Module], inputs: Callable[[int], torch.Tensor], returns_tuple: Sequence[bool]
+    layers: Sequence[nn.Module], inputs: Callable[[int], torch.Tensor], tuple_sizes: Sequence[int]
 ) -> Iterator[None]:
     """Inside the block, a forward of the model has the given layer inputs, and a backward differentiates its layers
     at these.
@@ -46,11 +46,12 @@ def layers_at_inputs(
     Args:
         layers: the model's layers, in order.
         inputs: returns the input of a layer, [1, tokens, hidden]; the last index has what follows the last layer.
-        returns_tuple: for each layer, whether its output is a tuple that begins with the hidden states.
+        tuple_sizes: for each layer, the size of its output, a tuple that begins with the hidden states; 0: the output
+            is these alone.
     """
     with ExitStack() as stack:
         for index, layer in enumerate(layers):
-            replaced = ReplacedLayer(layer, index, len(layers), inputs, returns_tuple[index])
+            replaced = ReplacedLayer(layer, index, len(layers), inputs, tuple_sizes[index])
             stack.enter_context(patched_attribute(layer, "forward", replaced))
         yield
 
@@ -62,9 +63,9 @@ class ReplacedLayer:
     """
 
     def __init__(
-        self, layer: nn.Module, index: int, count: int, inputs: Callable[[int], torch.Tensor], returns_tuple: bool
+        self, layer: nn.Module, index: int, count: int, inputs: Callable[[int], torch.Tensor], tuple_size: int
     ):
-        self.layer, self.index, self.inputs, self.returns_tuple = layer, index, inputs, returns_tuple
+        self.layer, self.index, self.inputs, self.tuple_size = layer, index, inputs, tuple_size
         self.is_last = index == count - 1
         self.forward = layer.forward
 
@@ -84,7 +85,7 @@ class ReplacedLayer:
         if not hidden_states.requires_grad:  # frozen embeddings: the layers' adapters learn all the same
             hidden_states = hidden_states.detach().requires_grad_()
         output = _LayerAtInput.apply(hidden_states, output, lambda: self.inputs(self.index), layer)
-        return (output,) if self.returns_tuple else output
+        return (output, *[None] * (self.tuple_size - 1)) if self.tuple_size else output
 
 
 class _ChunkedHead(torch.autograd.Function):

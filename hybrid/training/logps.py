@@ -109,7 +109,7 @@ class TrainingForwards(PackedForwards):
     ):
         super().__init__(engine, module, model, any_rank, modules, ranks)
         self.layers, self.score_with_layer_inputs = layers, score_with_layer_inputs
-        self.returns_tuple = [False for _ in layers]
+        self.tuple_sizes = [0 for _ in layers]  # as for `layers_at_inputs`
 
     def logps(self, rows: TargetTokens, temperature: float, entropy: bool, forward: str) -> Logps:
         """Return logprobs and entropies, [rows, width], 0 where they are not wanted.
@@ -202,7 +202,7 @@ class TrainingForwards(PackedForwards):
 
         @contextmanager
         def as_packed() -> Iterator[None]:
-            with self.attention.over(self.configs, attention), self._replayed(experts):
+            with self.over(attention), self._replayed(experts):
                 yield
 
         sampling_mask = targets.masks()
@@ -219,7 +219,7 @@ class TrainingForwards(PackedForwards):
         if reason := self.packed_reason():
             raise NotImplementedError(f"last_hidden_states: not available: {reason}; use score(..., top_logprobs=k)")
         targets = PackedTargets(rows, self.min_shared)
-        with self.attention.over(self.configs, PackedAttention(targets.packed)):
+        with self.over(PackedAttention(targets.packed)):
             (hidden,) = self._scores(targets, lambda hidden, *_: (hidden,))
         return targets.in_rows(hidden)[:, -rows.width :]
 
@@ -252,8 +252,8 @@ class TrainingForwards(PackedForwards):
         @contextmanager
         def as_sampled() -> Iterator[None]:
             with (
-                self.attention.over(self.configs, attention),
-                layers_at_inputs(self.layers, layer_input, self.returns_tuple),
+                self.over(attention),
+                layers_at_inputs(self.layers, layer_input, self.tuple_sizes),
                 self._replayed(experts),
             ):
                 yield
@@ -286,7 +286,7 @@ class TrainingForwards(PackedForwards):
         """Return logprobs by the model's own forward, and note which of its layers return tuples."""
 
         def record(index: int, _layer: nn.Module, _args: tuple, output: Any) -> None:
-            self.returns_tuple[index] = isinstance(output, tuple)
+            self.tuple_sizes[index] = len(output) if isinstance(output, tuple) else 0
 
         handles = [layer.register_forward_hook(partial(record, index)) for index, layer in enumerate(self.layers)]
         try:
@@ -463,12 +463,12 @@ def _no_head(hidden: torch.Tensor) -> torch.Tensor:
 
 
 def scaled_logits(logits: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
-    """Return the model's logits, of its head's: Gemma's soft cap, Granite's and Cohere's scales."""
+    """Return the model's logits, of its head's: Gemma's soft cap, Granite's, Cohere's and Falcon-H1's scales."""
     config = config.get_text_config()
     settings = vars(config)  # MiniCPM3 has a property `logits_scaling`, of the head's input
     cap, scaling = settings.get("final_logit_softcapping"), settings.get("logits_scaling") or 1.0
     if config.model_type == "hyperclovax":  # it multiplies by what Granite divides by
         scaling = 1.0 / scaling
-    scale = (settings.get("logit_scale") or 1.0) / scaling
+    scale = (settings.get("logit_scale") or settings.get("lm_head_multiplier") or 1.0) / scaling
     logits = logits if scale == 1 else logits * scale
     return logits if cap is None else torch.tanh(logits / cap) * cap

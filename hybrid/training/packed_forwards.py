@@ -4,6 +4,7 @@ A class of forwards computes something of given tokens, logprobs or values, by t
 or by its modules over packed ones. Before the first packed forward the two are compared on a few short rows.
 """
 
+import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,8 @@ from hybrid.models.placeholders import Placeholders
 from hybrid.rollout import RolloutBatch, check_prompts
 from hybrid.runtime.inputs import as_ids, as_mask
 from hybrid.sampling.sampler import NOT_TRUNCATED
-from hybrid.training.packed_attention import AttentionReplacement, attention_configs
+from hybrid.training.packed_attention import AttentionReplacement, PackedAttention, attention_configs
+from hybrid.training.packed_mixers import MixerReplacement, mixer_namespaces
 from hybrid.training.packing import MIN_SHARED, pack_rows
 from hybrid.training.sequence_parallel import SequenceParallel
 
@@ -137,7 +139,8 @@ class PackedForwards(ABC):
         self.modules = modules or (lambda: list(module.modules()))
         self.listed: list[nn.Module] | None = None
         self.configs: list[PretrainedConfig] = []
-        self.attention = AttentionReplacement()
+        self.attention, self.mixers = AttentionReplacement(), MixerReplacement()
+        self.namespaces: list[dict[str, Any]] = []  # of Python modules with recurrent mixers
         self.with_dropout: list[nn.Module] = []
         self.min_shared = MIN_SHARED
         self.warned = False
@@ -196,6 +199,13 @@ class PackedForwards(ABC):
             )
         return "model"
 
+    @contextmanager
+    def over(self, attention: PackedAttention) -> Iterator[None]:
+        """Inside the block the model's modules compute the packed rows of `attention`."""
+        rows = attention.packed_rows
+        with self.attention.over(self.configs, attention), self.mixers.over(self.namespaces, rows):
+            yield
+
     def _sharing_ranks(self, rows: TargetTokens, compares: bool) -> SequenceParallel | None:
         """Return the ranks that share these packed rows; None without gradients: each rank then computes its own rows.
 
@@ -216,6 +226,7 @@ class PackedForwards(ABC):
         modules = self.modules()
         if modules is not self.listed:
             self.listed, self.configs = modules, attention_configs(modules)
+            self.namespaces = mixer_namespaces(modules)
             self.with_dropout = [module for module in modules if dropout_of(module)[0]]
 
     def _require_no_dropout(self, forward: str) -> None:
@@ -242,7 +253,7 @@ class PackedForwards(ABC):
 
     def static_reason(self) -> str:
         """Return a reason that needs no forward."""
-        if not has_attention_interface(self.model):
+        if not (has_attention_interface(self.model) or self.namespaces):
             return "the model's attention does not go through transformers' AttentionInterface"
         if any(map(has_virtual_tokens, self.module.modules())):
             return "a prompt encoder puts virtual tokens before each row"
@@ -283,8 +294,11 @@ class PackedForwards(ABC):
 
 
 def has_attention_interface(model: nn.Module) -> bool:
-    """Whether a model's attention goes through transformers' `AttentionInterface`."""
-    return getattr(hugging_face_model(model), "_supports_attention_backend", False)
+    """Whether a model's attention goes through transformers' `AttentionInterface`: it says so, or is in a Python module
+    that looks functions up there (recurrent models' are, and do not say so; 5.23)."""
+    own = hugging_face_model(model)
+    namespace = vars(sys.modules.get(type(own).__module__, sys))
+    return getattr(own, "_supports_attention_backend", False) or "ALL_ATTENTION_FUNCTIONS" in namespace
 
 
 def target_tokens(

@@ -90,7 +90,7 @@ class ValueForwards(PackedForwards):
             return (recorded[0][0, targets.sources],)
 
         attention = PackedAttention(targets.packed, reasons, ranks)
-        (values,) = graph_within(run, partial(self.attention.over, self.configs, attention))
+        (values,) = graph_within(run, partial(self.over, attention))
         return targets.in_rows(values)
 
     def model_output(self, rows: TargetTokens) -> torch.Tensor:

@@ -29,6 +29,7 @@ from tests.tiny_models import (
     CROSSED,
     GEMMA4_26B,
     PER_LAYER_INPUTS,
+    RECURRENT,
     in_float64,
     tiny_model,
     twin,
@@ -37,8 +38,8 @@ from tests.tiny_models import (
 )
 from tests.training.grouped_rows import grouped_rows
 
-# Families whose layers do not call transformers' AttentionInterface (5.23), or that are recurrent.
-WITHOUT_PACKING = {"bloom", "falcon", "gptj", "stablelm"}
+# Families whose layers do not call transformers' AttentionInterface (5.23).
+WITHOUT_PACKING = {"bloom", "falcon", "gptj"}
 # Families that FAMILIES has no sizes for: a recurrent one.
 MORE = {
     "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
@@ -81,15 +82,22 @@ def weighted_loss(logps: torch.Tensor, entropies: torch.Tensor, completion_mask:
     return (weights * logps).sum() + 0.3 * (weights * entropies).sum()
 
 
-PACKED = sorted({*ALL_FAMILIES, *MIXED, *MORE} - WITHOUT_PACKING - {"mamba"})
-PACKED_QUICK = [family for family in PACKED if family in {*CROSSED, *MIXED, *MORE, "cohere", "glm4", "starcoder2"}]
+PACKED = sorted({*ALL_FAMILIES, *MIXED, *MORE, *RECURRENT} - WITHOUT_PACKING - {"mamba"})
+QUICK = {*CROSSED, *MIXED, *MORE, "cohere", "glm4", "starcoder2", "qwen3_5_text", "nemotron_h", "lfm2"}
+PACKED_QUICK = [family for family in PACKED if family in QUICK]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", slow_but(PACKED_QUICK, PACKED))
-def test_packed_gradients_match_single_rows(family, checkpointing):
-    """In float64, every family whose attention goes through transformers' interface."""
+def test_packed_gradients_match_single_rows(family, checkpointing, monkeypatch):
+    """In float64, every family whose attention goes through transformers' interface, and the recurrent ones.
+
+    Scans are in float64 too: in float32 their rounding alone is a hundredth of a time step's gradient.
+    """
     torch.manual_seed(0)
+    if family in RECURRENT:
+        monkeypatch.setattr(torch, "float32", torch.float64)
+        monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     model = in_float64(tiny_model(family, sizes=MORE.get(family)))
     expected_model = copy.deepcopy(model)
     if checkpointing:
@@ -121,7 +129,8 @@ def test_models_without_packing_run_as_model(family):
     ids, mask, completion_mask = grouped_rows(0)
     forwards = TrainingForwards(model, model, model)
     rows = target_tokens(ids, mask, completion_mask, None, torch.device("cpu"))
-    with pytest.warns(UserWarning, match="'packed' runs as 'model'.* does not go through transformers'"):
+    reason = "logprobs differ from" if family == "mamba" else "the model's attention does not go through transformers'"
+    with pytest.warns(UserWarning, match=f"'packed' runs as 'model'.*: {reason}"):
         actual = forwards.logps(rows, 1.0, False, "packed").per_token_logps
     assert torch.equal(actual, forwards.logps(rows, 1.0, False, "model").per_token_logps)
     if family != "mamba":  # its forward takes no mask of left padding into account
@@ -305,11 +314,12 @@ def test_gradients_on_one_and_four_ranks(one_rank, four_ranks, stage, forward):
         pool.run(check_gradients, "tied", stage, forward)
 
 
-def check_clipped_steps(stage: int, forward: str) -> None:
+def check_clipped_steps(stage: int, forward: str, family: str = "llama") -> None:
     """Steps with clipped gradients have the norms and weights of the model's own forward."""
     smooth = {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-3, "torch_adam": True}}  # rounding stays rounding
     changes = {"gradient_clipping": 0.5, "optimizer": smooth}
-    engines = {name: engine_of(tiny_model("llama"), settings(stage, **changes)) for name in ("model", forward)}
+    rounding = 10 if family in RECURRENT else 1  # of time steps' gradients
+    engines = {name: engine_of(tiny_model(family), settings(stage, **changes)) for name in ("model", forward)}
     for step in range(3):
         norms = []
         for name, engine in engines.items():
@@ -319,11 +329,11 @@ def check_clipped_steps(stage: int, forward: str) -> None:
             engine.backward(weighted_loss(*values, completion_mask))
             engine.step()
             norms.append(float(engine.get_global_grad_norm()))
-        assert norms[0] > 1 and norms[1] == pytest.approx(norms[0], rel=1e-5)
+        assert norms[0] > 1 and norms[1] == pytest.approx(norms[0], rel=1e-5 * rounding), norms
     weights = [dict(engine.module.named_parameters()) for engine in engines.values()]
     for name, expected in weights[0].items():
         with deepspeed.zero.GatheredParameters([expected, weights[1][name]]):
-            torch.testing.assert_close(weights[1][name], expected, atol=2e-5, rtol=0)
+            torch.testing.assert_close(weights[1][name], expected, atol=2e-5 * rounding, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -332,6 +342,19 @@ def check_clipped_steps(stage: int, forward: str) -> None:
 )
 def test_clipped_steps_are_those_of_the_models_forward(ranks, stage, forward):
     ranks.run(check_clipped_steps, stage, forward)
+
+
+# Without routers, which rounding can turn after a step.
+DENSE = ("bamba", "falcon_h1", "lfm2", "mamba2", "olmo_hybrid", "qwen3_5_text")
+RECURRENT_QUICK = [("qwen3_5_text", 3, "packed"), ("qwen3_5_text", 3, "exact"), ("falcon_h1", 3, "packed")]
+
+
+@pytest.mark.parametrize(
+    ("family", "stage", "forward"),
+    slow_but(RECURRENT_QUICK, itertools.product(DENSE, (2, 3), ("packed", "exact"))),
+)
+def test_clipped_steps_of_recurrent_models(ranks, family, stage, forward):
+    ranks.run(check_clipped_steps, stage, forward, family)
 
 
 def check_overflow(stage: int, forward: str) -> None:
@@ -441,13 +464,14 @@ def check_exact(family: str, adapted: bool, dtype: torch.dtype, steps: int) -> N
         assert torch.stack(rewards[-10:]).mean() > torch.stack(rewards[:10]).mean() + 0.1
 
 
-EXACT_FAMILIES = sorted({*ALL_FAMILIES, *MIXED} - WITHOUT_PACKING - {*PER_LAYER_INPUTS})
+EXACT_FAMILIES = sorted({*ALL_FAMILIES, *MIXED, *RECURRENT} - WITHOUT_PACKING - {*PER_LAYER_INPUTS})
 EXACT_CASES = [*itertools.product(EXACT_FAMILIES, (False, True), (torch.float32, torch.bfloat16), (3,))]
 EXACT_CASES += [
     (family, adapted, torch.float32, 200) for family in ("llama", "qwen3", "qwen3_moe") for adapted in (False, True)
 ]
 EXACT_QUICK = [("llama", True, torch.float32, 3), ("qwen3_moe", False, torch.float32, 3)]
 EXACT_QUICK += [("gemma3_text", False, torch.bfloat16, 3), ("deepseek_v3", True, torch.float32, 3)]
+EXACT_QUICK += [("qwen3_5_text", False, torch.bfloat16, 3), ("nemotron_h", True, torch.float32, 3)]
 
 
 @pytest.mark.parametrize(("family", "adapted", "dtype", "steps"), slow_but(EXACT_QUICK, EXACT_CASES))
@@ -502,7 +526,8 @@ def test_exact_learns_as_the_models_forward(ranks):
 
 
 def check_exact_gradients(family: str, **changes) -> None:
-    """Gradients at the kernels' activations are the model's own, within rounding."""
+    """Gradients at the kernels' activations are the model's own, within rounding, which is larger in scans."""
+    tolerance = 3e-4 if family in RECURRENT else 1e-5
     engine = engine_of(tiny_model(family, sizes=MORE.get(family), **changes), settings(2, **UNCLIPPED))
     ids, mask, completion_mask = grouped_rows(dist.get_rank(), groups=2)
     engine.train()
@@ -515,7 +540,7 @@ def check_exact_gradients(family: str, **changes) -> None:
         }
         engine.optimizer.zero_grad()
     for name, grad in grads["model"].items():
-        assert (grads["exact"][name] - grad).norm() < 1e-5 * grad.norm().clamp(min=0.1), name
+        assert (grads["exact"][name] - grad).norm() < tolerance * grad.norm().clamp(min=0.1), name
 
 
 @pytest.mark.parametrize("family", slow_but(["gemma2", "gpt2", "qwen3_moe"], EXACT_FAMILIES))
