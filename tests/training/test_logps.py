@@ -30,6 +30,7 @@ from tests.tiny_models import (
     GEMMA4_26B,
     PER_LAYER_INPUTS,
     RECURRENT,
+    VOCABULARY,
     in_float64,
     tiny_model,
     twin,
@@ -120,6 +121,38 @@ def test_packed_gradients_match_single_rows(family, checkpointing, monkeypatch):
     for name, parameter in expected_model.named_parameters():
         error = (parameters[name].grad - parameter.grad).norm() / parameter.grad.norm().clamp(min=1e-4)
         assert error < 1e-5, f"{name}: {error:.2g}"
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h", "lfm2"])
+def test_packed_gradients_of_long_recurrent_rows(family, monkeypatch):
+    """Segments of several chunks of a scan, in a tree of three levels, and one of a single token, in float64.
+
+    Two prompts of 70 tokens begin with the same 65; each has completions of 1 to 150 tokens, of which two of one prompt
+    begin with the same 20.
+    """
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    model = in_float64(tiny_model(family)).train()
+    expected_model = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, VOCABULARY, (6, 220), generator=generator)
+    ids[:3, :70], ids[3:, :70] = ids[0, :70], torch.cat([ids[0, :65], ids[3, 65:70]])
+    ids[1, 70:90] = ids[0, 70:90]
+    completion_mask = (torch.arange(150) < torch.tensor([150, 66, 2, 64, 130, 1])[:, None]).long()
+    mask = torch.cat([torch.ones(6, 70, dtype=torch.int64), completion_mask], dim=1)
+    rows = target_tokens(ids * mask, mask, completion_mask, None, torch.device("cpu"))
+    forwards = TrainingForwards(model, model, model)
+    assert len({segment.position for segment in PackedTargets(rows, 16).packed.segments}) == 4
+    actual = forwards.logps(rows, 0.7, True, "packed")
+    expected = plain_logps(expected_model, ids * mask, mask, 150, 0.7)
+    for value, wanted in zip(actual, expected, strict=True):
+        torch.testing.assert_close(value * completion_mask, wanted * completion_mask, atol=1e-7, rtol=0)
+    weighted_loss(*actual, completion_mask).backward()
+    weighted_loss(*expected, completion_mask).backward()
+    parameters = dict(model.named_parameters())
+    for name, parameter in expected_model.named_parameters():
+        error = (parameters[name].grad - parameter.grad).norm() / parameter.grad.norm()
+        assert error < 1e-6, f"{name}: {error:.2g}"
 
 
 @pytest.mark.parametrize("family", sorted(WITHOUT_PACKING | {"mamba"}))
