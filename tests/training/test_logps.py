@@ -142,6 +142,7 @@ def test_packed_gradients_of_long_recurrent_rows(family, monkeypatch):
     mask = torch.cat([torch.ones(6, 70, dtype=torch.int64), completion_mask], dim=1)
     rows = target_tokens(ids * mask, mask, completion_mask, None, torch.device("cpu"))
     forwards = TrainingForwards(model, model, model)
+    assert forwards.packed_reason() == ""
     assert len({segment.position for segment in PackedTargets(rows, 16).packed.segments}) == 4
     actual = forwards.logps(rows, 0.7, True, "packed")
     expected = plain_logps(expected_model, ids * mask, mask, 150, 0.7)
