@@ -15,11 +15,12 @@ from hybrid.training.values import ValueForwards
 from rlhf_examples.common.models import LoRA, ValueModel
 from tests.engines import engine_of, settings
 from tests.marks import slow_but
-from tests.tiny_models import ALL_FAMILIES, tiny_model, twin
+from tests.tiny_models import ALL_FAMILIES, RECURRENT, tiny_model, twin
 from tests.training.grouped_rows import grouped_rows
 from tests.training.test_logps import RELEASE_AT_ONCE, UNCLIPPED, WITHOUT_PACKING, Mixing
 
 FAMILIES = sorted({"llama", "gpt2", "qwen2", "qwen3", "gemma2", "opt", "bloom", "falcon", "mixtral"} & {*ALL_FAMILIES})
+FAMILIES.append("qwen3_5_text")  # recurrent
 
 
 def classifier(family: str, kind=AutoModelForSequenceClassification) -> nn.Module:
@@ -52,8 +53,11 @@ def weighted(values: torch.Tensor, completion_mask: torch.Tensor) -> torch.Tenso
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_values_and_gradients_match_single_rows(family):
+def test_values_and_gradients_match_single_rows(family, monkeypatch):
     """Packed where the family's attention allows it, else by the model's own forward, with the reason."""
+    if family in RECURRENT:  # scans in float64, as in `test_packed_gradients_match_single_rows`
+        monkeypatch.setattr(torch, "float32", torch.float64)
+        monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     # Eager attention in float64 is NaN for left-padded rows (transformers 5.23).
     dtype, limit = (torch.float32, 1e-4) if family in WITHOUT_PACKING else (torch.float64, 1e-5)
     model = classifier(family).to(dtype).train()
