@@ -14,7 +14,9 @@ from transformers import AttentionInterface
 
 import hybrid
 from hybrid.training.compiled_layers import CompiledForward, CompiledLayers
+from hybrid.training.logps import TrainingForwards
 from hybrid.training.packed_attention import AttentionReplacement
+from hybrid.training.packed_forwards import target_tokens
 from tests.engines import engine_of, settings
 from tests.tiny_models import tiny_model, twin, with_peft
 from tests.training.grouped_rows import grouped_rows
@@ -79,6 +81,31 @@ def test_layers_are_compiled_once_for_rows_of_any_length(packed, checkpointing, 
         graphs.append(backend.graphs)
         assert backend.runs - runs == len(layers.layers) * graphs[0] * (2 if checkpointing else 1)
     assert graphs[1:] == [2 * graphs[0]] * (len(graphs) - 1), "one row, and more"
+
+
+def test_packed_recurrent_layers_are_compiled_once():
+    """Mixers' functions are other ones while rows are packed: a graph for each, and none after the first round."""
+    compiled, plain = tiny_model("qwen3_5_text").train(), tiny_model("qwen3_5_text").train()
+    for model in (compiled, plain):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    backend, graphs = CountingBackend(), []
+    CompiledLayers(list(compiled.model.layers), False, {"backend": backend, "dynamic": True})
+    ways = [TrainingForwards(model, model, model) for model in (compiled, plain)]
+    for seed in range(3):
+        ids, mask, completion_mask = grouped_rows(seed, groups=1 + seed)
+        rows = target_tokens(ids, mask, completion_mask, None, torch.device("cpu"))
+        for forward in ("packed", "model"):
+            runs, grads = backend.runs, []
+            for way in ways:
+                loss = way.logps(rows, 1.0, False, forward).per_token_logps.sum()
+                way.model.zero_grad()
+                loss.backward()
+                grads.append([parameter.grad for parameter in way.model.parameters()])
+                assert way.packed_reason() == ""
+            assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
+            assert backend.runs > runs
+        graphs.append(backend.graphs)
+    assert len(set(graphs)) == 1, graphs
 
 
 def engines_of(stage: int, family: str, adapted: bool, checkpointing: bool, count: int = 2, **blocks: Any) -> list:
