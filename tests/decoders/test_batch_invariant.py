@@ -6,11 +6,13 @@ all tiles is read from the PTX (tests/kernels/test_triton_compiles.py).
 
 import re
 from itertools import product
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
+triton = pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
 
 from hybrid.config import HybridEngineConfig, RolloutConfig, check_settings
 from hybrid.decoders.batch import BLOCK_SIZE
@@ -47,6 +49,20 @@ pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 LENGTH = BLOCK_SIZE + 9  # tokens of the sequence that is compared: three of attention's tiles in float32
 PROMPT = LENGTH - 1
 CAPTURE = {} if DEVICE == "cuda" else {"capture": eager_capture}
+
+
+@pytest.fixture(autouse=True)
+def products_by_row(monkeypatch):
+    """The interpreter's products are numpy's, in which a row's bits depend on its place in the matrix (OpenBLAS on an
+    EPYC with AVX-512). A device computes all rows of a tile alike: so do products of one row after the other."""
+    if not triton.knobs.runtime.interpret:
+        return
+    from triton.runtime import interpreter
+
+    def matmul(a: np.ndarray, b: np.ndarray, **settings: object) -> np.ndarray:
+        return np.matmul(a[..., None, :], b[..., None, :, :], **settings)[..., 0, :]
+
+    monkeypatch.setattr(interpreter, "np", SimpleNamespace(**{**vars(np), "matmul": matmul}))
 
 
 # The linear layer

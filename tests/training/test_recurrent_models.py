@@ -353,19 +353,20 @@ def test_what_does_not_run_fused_says_why(ranks, family):
 
 
 def check_training_forwards(family: str) -> None:
-    """Packed rows would share states: `logps` runs the model's own forward, and says so."""
+    """Packed rows have the model's logprobs within rounding, exact ones the rollout's bits."""
     engine_ = engine(family=family)
     ids, mask = prompts(2, 7, padded=True, seed=dist.get_rank())
     batch = engine_.rollout(ids, mask, SAMPLING)
-    with pytest.warns(UserWarning, match="'packed' runs as 'model'"):
-        packed = engine_.logps(batch, temperature=0.9)
-    model = engine_.logps(batch, temperature=0.9, forward="model")
-    assert torch.equal(packed.per_token_logps, model.per_token_logps)
-    with pytest.raises(NotImplementedError, match="forward='exact' is not available"):
-        engine_.logps(batch, temperature=0.9, forward="exact")
+    model, packed, exact = (
+        engine_.logps(batch, temperature=0.9, forward=forward).per_token_logps
+        for forward in ("model", "packed", "exact")
+    )
+    assert not [row for row in engine_.coverage() if row["kind"] == "training forward"]
+    torch.testing.assert_close(packed, model, atol=2e-5, rtol=0)
+    assert torch.equal(exact, batch.old_per_token_logps)
     train_step(engine_)
 
 
 @pytest.mark.parametrize("family", [FAMILY, MAMBA, SHORT, ALONE])
-def test_logprobs_with_gradients_run_the_models_own_forward(ranks, family):
+def test_logprobs_with_gradients_are_packed_and_exact(ranks, family):
     ranks.run(check_training_forwards, family)
