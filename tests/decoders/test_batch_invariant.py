@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-triton = pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
+pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
+
+import triton
 
 from hybrid.config import HybridEngineConfig, RolloutConfig, check_settings
 from hybrid.decoders.batch import BLOCK_SIZE
