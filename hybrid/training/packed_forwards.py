@@ -4,7 +4,7 @@ A class of forwards computes something of given tokens, logprobs or values, by t
 or by its modules over packed ones. Before the first packed forward the two are compared on a few short rows.
 """
 
-import sys
+import inspect
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +25,10 @@ from hybrid.rollout import RolloutBatch, check_prompts
 from hybrid.runtime.inputs import as_ids, as_mask
 from hybrid.sampling.sampler import NOT_TRUNCATED
 from hybrid.training.packed_attention import AttentionReplacement, PackedAttention, attention_configs
-from hybrid.training.packed_mixers import MixerReplacement, mixer_namespaces
+from hybrid.training.packed_mixers import MixerReplacement
 from hybrid.training.packing import MIN_SHARED, pack_rows
 from hybrid.training.sequence_parallel import SequenceParallel
+from hybrid.weights.module_dicts import Replacement
 
 ROWS_WITH_INPUTS = "rows with model_inputs, such as images, are not packed"
 TOLERANCE, HALF_TOLERANCE = 1e-4, 0.05  # of logprobs in nats: 16 bits have 3 digits, of logits of 10 and more
@@ -140,7 +141,7 @@ class PackedForwards(ABC):
         self.listed: list[nn.Module] | None = None
         self.configs: list[PretrainedConfig] = []
         self.attention, self.mixers = AttentionReplacement(), MixerReplacement()
-        self.namespaces: list[dict[str, Any]] = []  # of Python modules with recurrent mixers
+        self.mixer_forwards: list[Replacement] = []  # of recurrent mixers, while rows are packed
         self.with_dropout: list[nn.Module] = []
         self.min_shared = MIN_SHARED
         self.warned = False
@@ -203,7 +204,7 @@ class PackedForwards(ABC):
     def over(self, attention: PackedAttention) -> Iterator[None]:
         """Inside the block the model's modules compute the packed rows of `attention`."""
         rows = attention.packed_rows
-        with self.attention.over(self.configs, attention), self.mixers.over(self.namespaces, rows):
+        with self.attention.over(self.configs, attention), self.mixers.over(self.mixer_forwards, rows):
             yield
 
     def _sharing_ranks(self, rows: TargetTokens, compares: bool) -> SequenceParallel | None:
@@ -226,7 +227,7 @@ class PackedForwards(ABC):
         modules = self.modules()
         if modules is not self.listed:
             self.listed, self.configs = modules, attention_configs(modules)
-            self.namespaces = mixer_namespaces(modules)
+            self.mixer_forwards = self.mixers.forwards(modules)
             self.with_dropout = [module for module in modules if dropout_of(module)[0]]
 
     def _require_no_dropout(self, forward: str) -> None:
@@ -253,7 +254,7 @@ class PackedForwards(ABC):
 
     def static_reason(self) -> str:
         """Return a reason that needs no forward."""
-        if not (has_attention_interface(self.model) or self.namespaces):
+        if not (has_attention_interface(self.model) or self.mixer_forwards):
             return "the model's attention does not go through transformers' AttentionInterface"
         if any(map(has_virtual_tokens, self.module.modules())):
             return "a prompt encoder puts virtual tokens before each row"
@@ -297,8 +298,8 @@ def has_attention_interface(model: nn.Module) -> bool:
     """Whether a model's attention goes through transformers' `AttentionInterface`: it says so, or is in a Python module
     that looks functions up there (recurrent models' are, and do not say so; 5.23)."""
     own = hugging_face_model(model)
-    namespace = vars(sys.modules.get(type(own).__module__, sys))
-    return getattr(own, "_supports_attention_backend", False) or "ALL_ATTENTION_FUNCTIONS" in namespace
+    looks_up = hasattr(inspect.getmodule(type(own)), "ALL_ATTENTION_FUNCTIONS")
+    return getattr(own, "_supports_attention_backend", False) or looks_up
 
 
 def target_tokens(

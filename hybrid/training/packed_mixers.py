@@ -1,14 +1,15 @@
 """Recurrent mixers of packed rows: gated delta nets, Kimi delta attention, Mamba 2 and short convolutions.
 
-transformers' modules (5.23) call the convolution and the scan as functions of their own Python module, with states to
+transformers' mixers (5.23) call the convolution and the scan as functions of their own Python module, with states to
 begin with and to end with. While rows are packed, these functions are given each segment's tokens as a row of a batch,
 which begins with the states that the segment before it ended with: gradients flow through those as through any tensor.
 """
 
-import sys
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hybrid.training.packing import PackedRows, Segment
-from hybrid.weights.module_dicts import replaced
+from hybrid.weights.module_dicts import Replacement, replaced
 
 CHUNK_BITS = 6  # scans compute chunks of 64 tokens and more: shorter segments cost as much
 
@@ -145,8 +146,8 @@ class MixerFunction:
     """Stands in for a function of recurrent mixers while rows are packed.
 
     Args:
-        own: the function of transformers' module.
-        replacement: the replacement, which has the packing of the forward that runs.
+        own: transformers' function.
+        replacement: has the packing of the forward that runs.
     """
 
     def __init__(self, own: Callable, replacement: "MixerReplacement"):
@@ -165,14 +166,14 @@ class Convolution(MixerFunction):
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch 2.13 does not annotate it
     def __call__(self, hidden_states: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the convolution, [1, channels, tokens].  hidden_states: the same shape.  weight: [channels, width]."""
-        convolve = partial(self._convolve, weight=weight, args=args, kwargs=kwargs)
         mixers = self.mixers_of(hidden_states, hidden_states.shape[-1])
-        return (
-            convolve(hidden_states) if mixers is None else mixers.convolved(convolve, hidden_states, weight.shape[-1])
-        )
 
-    def _convolve(self, x: torch.Tensor, weight: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
-        return self.own(x, weight, *args, **kwargs)
+        def convolve(x: torch.Tensor) -> torch.Tensor:
+            return self.own(x, weight, *args, **kwargs)
+
+        if mixers is None:
+            return convolve(hidden_states)
+        return mixers.convolved(convolve, hidden_states, weight.shape[-1])
 
 
 class DeltaRule(MixerFunction):
@@ -259,44 +260,47 @@ FUNCTIONS: Mapping[str, type[MixerFunction]] = {
 
 
 class MixerReplacement:
-    """The functions that recurrent mixers call while rows are packed.
+    """The forwards of one model's recurrent mixers while rows are packed: their own code, which calls packed functions.
 
-    They are the same objects in each forward, over the packing of the one that runs: layers are compiled for a
-    function, and would be compiled again for others. They are called uncompiled.
+    They are set on the mixers: transformers' Python modules, which other models share, stay as they are. The functions
+    are the same objects in each forward, over the packing of the one that runs: layers are compiled for a function, and
+    would be compiled again for others. They are called uncompiled.
     """
 
     def __init__(self) -> None:
         self.mixers: PackedMixers | None = None  # of the forward that runs
-        self.functions: dict[Callable, MixerFunction] = {}  # by transformers' own
+        self.packed: dict[FunctionType, FunctionType] = {}  # forwards, by the mixers' own
+
+    def forwards(self, modules: Iterable[nn.Module]) -> list[Replacement]:
+        """Return the forwards of those modules that are recurrent mixers, for `over`."""
+        found: list[Replacement] = []
+        for module in modules:
+            own = inspect.unwrap(type(module).forward)  # without accelerate's hooks for offloaded weights
+            if not isinstance(own, FunctionType) or "forward" in vars(module):
+                continue
+            if names := FUNCTIONS.keys() & set(own.__code__.co_names):
+                found.append((vars(module), "forward", MethodType(self._packed(own, names), module)))
+        return found
+
+    def _packed(self, own: FunctionType, names: Iterable[str]) -> FunctionType:
+        """Return a forward of mixers in which these names of functions stand for packed ones."""
+        if own not in self.packed:
+            functions = {name: FUNCTIONS[name](own.__globals__[name], self) for name in names}
+            space = {**own.__globals__, **functions}
+            packed = FunctionType(own.__code__, space, own.__name__, own.__defaults__, own.__closure__)
+            packed.__kwdefaults__ = own.__kwdefaults__
+            self.packed[own] = packed
+        return self.packed[own]
 
     @contextmanager
-    def over(self, namespaces: Sequence[dict[str, Any]], packed_rows: PackedRows) -> Iterator[None]:
-        """Inside the block, mixers of these Python modules compute the packed rows; afterwards rows as before.
+    def over(self, forwards: Sequence[Replacement], packed_rows: PackedRows) -> Iterator[None]:
+        """Inside the block mixers compute the packed rows; afterwards rows as before.
 
-        namespaces: as `mixer_namespaces` returns them.
+        forwards: as `forwards` returns them.
         """
-        values = [
-            (namespace, name, self._function(namespace[name], kind))
-            for namespace in namespaces
-            for name, kind in FUNCTIONS.items()
-            if name in namespace
-        ]
         outer, self.mixers = self.mixers, PackedMixers(packed_rows)
         try:
-            with replaced(values):
+            with replaced(forwards):
                 yield
         finally:
             self.mixers = outer
-
-    def _function(self, own: Callable, kind: type[MixerFunction]) -> MixerFunction:
-        """Return what stands in for a function of transformers, or for another replacement of it."""
-        if isinstance(own, MixerFunction):  # a forward inside a loss of another one's logits
-            own = own.own
-        return self.functions.setdefault(own, kind(own, self))
-
-
-def mixer_namespaces(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
-    """Return the namespaces of the Python modules, each once, whose functions these modules' mixers call."""
-    names = dict.fromkeys(type(module).__module__ for module in modules)
-    namespaces = [vars(sys.modules[name]) for name in names if name in sys.modules]
-    return [namespace for namespace in namespaces if not FUNCTIONS.keys().isdisjoint(namespace)]

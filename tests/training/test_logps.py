@@ -159,6 +159,26 @@ def test_packed_gradients_of_long_recurrent_rows(family, monkeypatch):
         assert error < 1e-6, f"{name}: {error:.2g}"
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "lfm2"])
+def test_packed_mixers_of_a_model_leave_other_models_alone(family):
+    """Of the same class, with as many tokens: inside, and after blocks of two models that end in any order."""
+    model, other = tiny_model(family).train(), tiny_model(family, seed=1).train()
+    ids, mask, completion_mask = grouped_rows(0)
+    rows = target_tokens(ids, mask, completion_mask, None, torch.device("cpu"))
+    first, second = (TrainingForwards(each, each, each) for each in (model, other))
+    assert first.packed_reason() == second.packed_reason() == ""
+    packed = PackedTargets(rows, 1).packed
+    expected = other(input_ids=packed.input_ids, use_cache=False).logits
+    blocks = [forwards.over(PackedAttention(packed)) for forwards in (first, second)]
+    blocks[0].__enter__()
+    assert torch.equal(other(input_ids=packed.input_ids, use_cache=False).logits, expected)
+    blocks[1].__enter__()
+    for block in blocks:
+        block.__exit__(None, None, None)
+    assert torch.equal(other(input_ids=packed.input_ids, use_cache=False).logits, expected)
+    assert not any("forward" in vars(module) for module in [*model.modules(), *other.modules()])
+
+
 @pytest.mark.parametrize("family", sorted(WITHOUT_PACKING | {"mamba"}))
 def test_models_without_packing_run_as_model(family):
     model = tiny_model(family, sizes=MORE.get(family)).train()
