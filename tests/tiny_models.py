@@ -3,6 +3,7 @@
 import copy
 
 import peft
+import pytest
 import torch
 from torch import nn
 from transformers import (
@@ -452,6 +453,13 @@ def in_float64(model: nn.Module) -> nn.Module:
     """`model` in float64, whose experts run one by one: torch's grouped product has no float64 (2.13)."""
     model.config._experts_implementation = "eager"
     return model.double()
+
+
+def compute_scans_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make float32 mean float64, in which transformers' scans compute (5.23): in float32 their rounding alone is a
+    hundredth of a time step's gradient."""
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
 def tiny_model(

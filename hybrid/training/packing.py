@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from hybrid.generation.shared_prefixes import common_tokens
 
 MIN_SHARED = 16  # tokens of the shortest prefix that is stored once: each one costs an attention call a layer
+CHUNK_BITS = 6  # recurrent scans compute chunks of 64 tokens and more: shorter segments cost as much
 BLOCK = 256  # queries of a call whose window hides keys, at least: its mask is [queries, queries + window]
 
 
@@ -48,6 +49,23 @@ class AttentionCall(NamedTuple):
     is_first: bool = False
 
 
+class ScanBatch(NamedTuple):
+    """Segments whose tokens a recurrent layer scans as one batch.
+
+    segments: indices in `PackedRows.segments`.
+    parents: of the segment before each of them; empty: they begin rows.
+    tokens: int64 [segments, longest], packed tokens; after a shorter segment's end its last one, which nothing reads.
+    kept: int64 [n], the segments' tokens in `tokens`, flattened.
+    is_continued: whether segments follow each of them.
+    """
+
+    segments: list[int]
+    parents: list[int]
+    tokens: torch.Tensor
+    kept: torch.Tensor
+    is_continued: bool
+
+
 @dataclass(frozen=True, eq=False)
 class PackedRows:
     """Tokens of several rows as one sequence.
@@ -65,6 +83,7 @@ class PackedRows:
     segments: tuple[Segment, ...]
     index: torch.Tensor
     _calls: dict[int | None, list[AttentionCall]] = field(default_factory=dict, repr=False)
+    _contexts: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, repr=False)
 
     @property
     def num_tokens(self) -> int:
@@ -84,6 +103,7 @@ class PackedRows:
             position_ids=torch.cat([self.position_ids, self.position_ids.amax().expand(1, more)], dim=1),
             segments=(*self.segments, Segment(start, start + more, start + more, 0)),
             _calls={},
+            _contexts={},
         )
 
     def of_rows(self, values: torch.Tensor, fill: int) -> torch.Tensor:
@@ -129,6 +149,63 @@ class PackedRows:
             keys = slice(segment.start + skipped, segment.stop)
             mask = self._positions[keys] > positions[:, None] - window
             yield AttentionCall(queries, keys, mask=mask, hidden=~mask.any(dim=1))
+
+    def with_contexts(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return packed tokens, int64 [n], with the `count` tokens before each segment in its rows in front of it, the
+        number of packed tokens where rows begin; and the places of the segments' own tokens among these."""
+        if count not in self._contexts:
+            tails, tokens, kept = list[list[int]](), list[torch.Tensor](), list[torch.Tensor]()
+            place = 0
+            for segment, parent in zip(self.segments, self._parents, strict=True):
+                before = [self.num_tokens] * count if parent is None else tails[parent]
+                tail = [*before, *range(max(segment.start, segment.stop - count), segment.stop)]
+                tails.append(tail[len(tail) - count :])
+                tokens += [torch.tensor(before, dtype=torch.int64), torch.arange(segment.start, segment.stop)]
+                kept.append(torch.arange(segment.stop - segment.start) + place + count)
+                place += count + segment.stop - segment.start
+            self._contexts[count] = torch.cat(tokens).to(self.device), torch.cat(kept).to(self.device)
+        return self._contexts[count]
+
+    @cached_property
+    def _parents(self) -> list[int | None]:
+        """For each segment, the one that its rows have before it; None: rows begin with it."""
+        parents, path = list[int | None](), list[int]()
+        for index, segment in enumerate(self.segments):
+            while path and self.segments[path[-1]].subtree_stop <= segment.start:
+                path.pop()
+            parents.append(path[-1] if path else None)
+            path.append(index)
+        return parents
+
+    @cached_property
+    def scan_batches(self) -> list[ScanBatch]:
+        """Batches of all segments, each after those of the segments before its own.
+
+        Segments that others continue are batched with those of equal length: Mamba 2 decays states at tokens after
+        the end too. The others are batched with those of at least half their length.
+        """
+        groups, depths = dict[tuple[int, bool, int], list[int]](), list[int]()
+        for index, (segment, parent) in enumerate(zip(self.segments, self._parents, strict=True)):
+            length = segment.stop - segment.start
+            depths.append(0 if parent is None else depths[parent] + 1)
+            is_continued = segment.subtree_stop > segment.stop
+            size = length if is_continued else max((length - 1).bit_length(), CHUNK_BITS)
+            groups.setdefault((depths[-1], is_continued, size), []).append(index)
+        return [self._scan_batch(groups[key], key[1]) for key in sorted(groups)]
+
+    def _scan_batch(self, indices: list[int], is_continued: bool) -> ScanBatch:
+        spans = [self.segments[index] for index in indices]
+        start, length = torch.tensor([(span.start, span.stop - span.start) for span in spans]).T[..., None]
+        steps = torch.arange(int(length.max()))
+        tokens = start + torch.minimum(steps, length - 1)
+        kept = (steps < length).flatten().nonzero()[:, 0]
+        parents = [parent for index in indices if (parent := self._parents[index]) is not None]
+        return ScanBatch(indices, parents, tokens.to(self.device), kept.to(self.device), is_continued)
+
+    @cached_property
+    def scan_order(self) -> torch.Tensor:
+        """int64 [tokens], the place of each packed token among the batches' own tokens."""
+        return torch.cat([batch.tokens.flatten()[batch.kept] for batch in self.scan_batches]).argsort()
 
     def trees(self) -> list[slice]:
         """Return the packed tokens of each tree; tokens of different trees do not see each other."""

@@ -31,6 +31,7 @@ from tests.tiny_models import (
     PER_LAYER_INPUTS,
     RECURRENT,
     VOCABULARY,
+    compute_scans_in_float64,
     in_float64,
     tiny_model,
     twin,
@@ -91,14 +92,10 @@ PACKED_QUICK = [family for family in PACKED if family in QUICK]
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", slow_but(PACKED_QUICK, PACKED))
 def test_packed_gradients_match_single_rows(family, checkpointing, monkeypatch):
-    """In float64, every family whose attention goes through transformers' interface, and the recurrent ones.
-
-    Scans are in float64 too: in float32 their rounding alone is a hundredth of a time step's gradient.
-    """
+    """In float64, every family whose attention goes through transformers' interface, and the recurrent ones."""
     torch.manual_seed(0)
     if family in RECURRENT:
-        monkeypatch.setattr(torch, "float32", torch.float64)
-        monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        compute_scans_in_float64(monkeypatch)
     model = in_float64(tiny_model(family, sizes=MORE.get(family)))
     expected_model = copy.deepcopy(model)
     if checkpointing:
@@ -131,8 +128,7 @@ def test_packed_gradients_of_long_recurrent_rows(family, monkeypatch):
     Two prompts of 70 tokens begin with the same 65; each has completions of 1 to 150 tokens. Two of the first prompt
     begin with the same 20, two of the second one with the same token.
     """
-    monkeypatch.setattr(torch, "float32", torch.float64)
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    compute_scans_in_float64(monkeypatch)
     model = in_float64(tiny_model(family)).train()
     expected_model = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(0)

@@ -15,7 +15,7 @@ from hybrid.training.values import ValueForwards
 from rlhf_examples.common.models import LoRA, ValueModel
 from tests.engines import engine_of, settings
 from tests.marks import slow_but
-from tests.tiny_models import ALL_FAMILIES, RECURRENT, tiny_model, twin
+from tests.tiny_models import ALL_FAMILIES, RECURRENT, compute_scans_in_float64, tiny_model, twin
 from tests.training.grouped_rows import grouped_rows
 from tests.training.test_logps import RELEASE_AT_ONCE, UNCLIPPED, WITHOUT_PACKING, Mixing
 
@@ -55,9 +55,8 @@ def weighted(values: torch.Tensor, completion_mask: torch.Tensor) -> torch.Tenso
 @pytest.mark.parametrize("family", FAMILIES)
 def test_values_and_gradients_match_single_rows(family, monkeypatch):
     """Packed where the family's attention allows it, else by the model's own forward, with the reason."""
-    if family in RECURRENT:  # scans in float64, as in `test_packed_gradients_match_single_rows`
-        monkeypatch.setattr(torch, "float32", torch.float64)
-        monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    if family in RECURRENT:
+        compute_scans_in_float64(monkeypatch)
     # Eager attention in float64 is NaN for left-padded rows (transformers 5.23).
     dtype, limit = (torch.float32, 1e-4) if family in WITHOUT_PACKING else (torch.float64, 1e-5)
     model = classifier(family).to(dtype).train()
