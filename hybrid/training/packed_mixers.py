@@ -190,7 +190,8 @@ class MixerReplacement:
             own = inspect.unwrap(type(module).forward)  # without accelerate's hooks for offloaded weights
             if not isinstance(own, FunctionType) or "forward" in vars(module):
                 continue
-            if names := FUNCTIONS.keys() & set(own.__code__.co_names):
+            # The names of attributes are among those of the code (transformers before 5.23 called some of the mixer).
+            if names := FUNCTIONS.keys() & own.__globals__.keys() & set(own.__code__.co_names):
                 found.append((vars(module), "forward", MethodType(self._packed(own, names), module)))
         return found
 

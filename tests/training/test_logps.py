@@ -175,6 +175,20 @@ def test_packed_mixers_of_a_model_leave_other_models_alone(family):
     assert not any("forward" in vars(module) for module in [*model.modules(), *other.modules()])
 
 
+class AttributeMixer(nn.Module):
+    """Calls its convolution by an attribute, as mixers of older versions of transformers do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.causal_conv1d_fn(x)
+
+
+def test_mixers_that_call_attributes_are_left_alone():
+    model = tiny_model("qwen3_5_text")
+    mixers = len(TrainingForwards(model, model, model).mixers.forwards(model.modules()))
+    model.model.layers[0].linear_attn = AttributeMixer()
+    assert len(TrainingForwards(model, model, model).mixers.forwards(model.modules())) == mixers - 1 > 0
+
+
 @pytest.mark.parametrize("family", sorted(WITHOUT_PACKING | {"mamba"}))
 def test_models_without_packing_run_as_model(family):
     model = tiny_model(family, sizes=MORE.get(family)).train()
