@@ -484,7 +484,8 @@ class CudaDecoder(TorchDecoder):
         block, mixer = self.blocks[index], self.spec.recurrent
         # A graph would keep `kv.states`; the addresses in the table are those of the current ones.
         states = self.state_table[index], step.states
-        layer = KernelLayer(partial(self._linear, block), block, *states, self.spec.norm_eps, self.factors)
+        choices = self.spec.norm_eps, self.factors, self._summed
+        layer = KernelLayer(partial(self._linear, block), block, *states, *choices)
         return RECURRENT[type(mixer)](mixer, x, layer)
 
     def _latent_attention(self, index: int, x: torch.Tensor, step: Step, kv: PagedKV) -> torch.Tensor:
@@ -541,6 +542,7 @@ class CudaDecoder(TorchDecoder):
         activation = self._gated if self.spec.gated else partial(self._activated, block)
         matrices = gate_up, down, gate_up_bias, down_bias
         output = mixture(x, weights, chosen, *matrices, activation, first_expert, self.batch_invariant)
+        output = self._experts_summed(output)
         return self._linear(block, "latent_out", output) if is_latent else output
 
     def _matmul(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -122,9 +122,7 @@ class FusedModel:
         """Return why recurrent layers, latent attention or layers that differ cannot run fused; "" if they can, or if
         there are none."""
         spec, reason = self.layout.spec, ""
-        if spec.is_recurrent and self.group is not None:
-            reason = spec.recurrent_reason("are not sliced over ranks")
-        elif spec.is_recurrent and self._int8_weights():
+        if spec.is_recurrent and self._int8_weights():
             reason = spec.recurrent_reason("are not tried over int8 weights")
         elif self.on_triton and (lack := no_triton_reason(spec, self.blank.embedding().dtype)):
             reason = lack

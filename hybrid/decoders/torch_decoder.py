@@ -676,8 +676,13 @@ class TorchDecoder(WholeDecoder):
 
     def _recurrent(self, index: int, x: torch.Tensor, step: Step, kv: PagedKV) -> torch.Tensor:
         block, spec = self.blocks[index], self.spec
-        layer = MixerLayer(partial(self._linear, block), block, kv.states[index], step.states, spec.norm_eps)
+        states = kv.states[index], step.states
+        layer = MixerLayer(partial(self._linear, block), block, *states, spec.norm_eps, self._summed)
         return spec.recurrent.mixed(x, layer)
+
+    def _summed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a tensor's sum over the ranks that have slices of a mixer: x, of whole mixers."""
+        return x
 
     def _hybrid(self, index: int, x: torch.Tensor, step: Step, kv: PagedKV) -> torch.Tensor:
         """Return the sum of a recurrent mixer's output and an attention's."""
@@ -816,7 +821,12 @@ class TorchDecoder(WholeDecoder):
         x = self._linear(block, "latent_in", x) if is_latent else x
         x, weights = self._weighted(x, weights)
         output = torch_ops.mixture(x, weights, chosen, local_experts, matrix, bias if has_bias else None, activated)
+        output = self._experts_summed(output)
         return self._linear(block, "latent_out", output) if is_latent else output
+
+    def _experts_summed(self, output: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the experts' outputs over the ranks that have parts of them: the output of all experts."""
+        return output
 
     def _shared_experts(self, block: Tensors, x: torch.Tensor) -> torch.Tensor:
         """Return the output of the experts that all tokens share, [tokens, hidden]."""

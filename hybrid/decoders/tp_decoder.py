@@ -51,18 +51,18 @@ class ShardedDecoder(TorchDecoder):
     def _latent_attention(self, index: int, x: torch.Tensor, step: Any, kv: PagedKV) -> torch.Tensor:
         return self.tensor.sum(super()._latent_attention(index, x, step, kv))
 
+    def _recurrent(self, index: int, x: torch.Tensor, step: Any, kv: PagedKV) -> torch.Tensor:
+        return self.tensor.sum(super()._recurrent(index, x, step, kv))
+
+    def _summed(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tensor.sum(x)
+
     def _mlp(self, index: int, x: torch.Tensor, record: torch_ops.Record | None) -> torch.Tensor:
         output = super()._mlp(index, x, record)
         return output if self.spec.layers[index].experts else self.tensor.sum(output)
 
-    def _mixture(
-        self,
-        block: Tensors,
-        x: torch.Tensor,
-        record: torch_ops.Record | None,
-        router_input: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self.group.sum(super()._mixture(block, x, record, router_input))
+    def _experts_summed(self, output: torch.Tensor) -> torch.Tensor:
+        return self.group.sum(output)
 
     def _shared_mlp(self, block: Tensors, x: torch.Tensor) -> torch.Tensor:
         return self.tensor.sum(super()._shared_mlp(block, x))

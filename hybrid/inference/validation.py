@@ -35,7 +35,7 @@ from hybrid.runtime.parallel import InferenceGroup, world_size
 from hybrid.weights.gather import is_partitioned
 from hybrid.weights.int8 import require_groups
 from hybrid.weights.lora import read_adapters
-from hybrid.weights.slices import require_divisible
+from hybrid.weights.slices import require_decoder_divisible
 
 warn = partial(warnings.warn, stacklevel=6)  # of the caller of `init_inference`
 
@@ -216,8 +216,8 @@ def invalid_sharing(info: ModelInfo, config: InferenceConfig, size: int) -> Iter
             yield unsupported(True, "tensor_parallel.tp_size", size, instead)
         return
     assert info.layout is not None, "a model without a fused decoder has a reason"
-    spec, ranks = info.layout.spec, tensor_parallel_size(config.tensor_parallel)
-    require_divisible(ranks, spec.num_heads, *spec.kv_head_counts, key="tensor_parallel.tp_size")
+    ranks = tensor_parallel_size(config.tensor_parallel)
+    require_decoder_divisible(ranks, info.layout.spec, key="tensor_parallel.tp_size")
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -231,8 +231,8 @@ def why_no_fused_slices(info: ModelInfo, config: InferenceConfig) -> str:
         return "injection_policy is given"
     if config.dtype == torch.int8:
         return "fused slices are not in int8"
-    if info.sliced_layout is None:
-        return f"no fused container: {info.reasons['sliced_layout']}"
+    if info.layout is None:
+        return f"no fused container: {info.reasons['layout']}"
     # The model's own modules would keep all experts.
     if config.replace_with_kernel_inject or expert_parallel_size(config.moe) > 1:
         return ""

@@ -2,12 +2,27 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch.nn import functional as F
 
 Linear = Callable[[str, torch.Tensor], torch.Tensor]  # (role or name of JOINED, x [tokens, in]) -> [tokens, out]
+
+
+class Block(NamedTuple):
+    """Consecutive rows of a weight, or channels of a convolution, that ranks divide.
+
+    size: over all ranks.  shared: every rank has all of them.
+    """
+
+    size: int
+    shared: bool = False
+
+
+def unsummed(x: torch.Tensor) -> torch.Tensor:
+    """Return x: the sum over the ranks of a mixer that is not sliced."""
+    return x
 
 
 @dataclass(frozen=True)
@@ -28,6 +43,7 @@ class MixerLayer:
     """A layer's weights and states, and the sequences of a forward.
 
     linear: its products.  weights: by role.  states: [slots, …] each.  eps: of the model's norms.
+    summed: returns a tensor's sum over the ranks that have slices of the mixer.
     """
 
     linear: Linear
@@ -35,6 +51,7 @@ class MixerLayer:
     states: tuple[torch.Tensor, ...]
     groups: Sequence[StateRows]
     eps: float
+    summed: Callable[[torch.Tensor], torch.Tensor] = unsummed
 
     def convolved(self, x: torch.Tensor) -> torch.Tensor:
         """Return the causal convolution of each channel of x [tokens, channels], in x's dtype, and keep each sequence's
@@ -75,8 +92,15 @@ class RecurrentMixer(Protocol):
         lanes: the last dimension of other states is padded to a multiple of it.
         """
 
+    def sliced(self, ranks: int) -> Self | None:
+        """Return the sizes of the slice that each of `ranks` ranks has; None if they cannot divide the mixer."""
+
+    def blocks(self, ranks: int) -> dict[str, tuple[Block, ...]]:
+        """Return the blocks of the sliced weights that have several, by role, for slices for `ranks` ranks."""
+
     def mixed(self, x: torch.Tensor, layer: MixerLayer) -> torch.Tensor:
-        """Return the mixer's output for x [tokens, hidden], and update the states of its sequences."""
+        """Return the mixer's output for x [tokens, hidden], and update the states of its sequences. Of a slice: the
+        part of the output that is this rank's, to be summed over the ranks."""
 
 
 def padded(size: int, lanes: int) -> int:

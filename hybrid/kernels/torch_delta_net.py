@@ -7,13 +7,13 @@ round where Hugging Face's modules round (transformers 5.23).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import torch
 from torch.nn import functional as F
 
-from hybrid.kernels.recurrent import MixerLayer, StateRows, padded
+from hybrid.kernels.recurrent import Block, MixerLayer, StateRows, padded
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,16 @@ class GatedDeltaNet:
     def state_shapes(self, lanes: int = 1) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of a sequence's states: each value head's matrix, and the convolution's latest inputs."""
         return (self.value_heads, self.key_dim, padded(self.value_dim, lanes)), (self.conv_width - 1, self.channels)
+
+    def sliced(self, ranks: int) -> Self | None:
+        """Return the sizes of the slice that each of `ranks` ranks has; None if they cannot divide the key heads."""
+        if self.key_heads % ranks:
+            return None
+        return replace(self, key_heads=self.key_heads // ranks, value_heads=self.value_heads // ranks)
+
+    def blocks(self, ranks: int) -> dict[str, tuple[Block, ...]]:
+        """Return the blocks of the sliced weights that have several, by role: of queries, keys and values."""
+        return dict.fromkeys(("delta_qkv", "conv"), (Block(self.keys), Block(self.keys), Block(self.values)))
 
     def mixed(self, x: torch.Tensor, layer: MixerLayer) -> torch.Tensor:
         """Return the mixer's output for x [tokens, hidden], and update the states of its sequences."""
@@ -132,6 +142,14 @@ class KimiDeltaAttention:
     def state_shapes(self, lanes: int = 1) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of a sequence's states: each head's matrix, and the convolution's latest inputs."""
         return (self.heads, self.head_dim, padded(self.head_dim, lanes)), (self.conv_width - 1, 3 * self.inner)
+
+    def sliced(self, ranks: int) -> Self | None:
+        """Return the sizes of the slice that each of `ranks` ranks has; None if they cannot divide the heads."""
+        return None if self.heads % ranks else replace(self, heads=self.heads // ranks)
+
+    def blocks(self, ranks: int) -> dict[str, tuple[Block, ...]]:
+        """Return the blocks of the sliced weights that have several, by role: of queries, keys and values."""
+        return {"conv": (Block(self.inner),) * 3}
 
     def mixed(self, x: torch.Tensor, layer: MixerLayer) -> torch.Tensor:
         """Return the mixer's output for x [tokens, hidden], and update the states of its sequences."""

@@ -5,14 +5,14 @@ computed token by token, in prefills as in decode steps, and rounds where the pr
 (transformers 5.23).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import torch
 from torch.nn import functional as F
 
-from hybrid.kernels.recurrent import MixerLayer, StateRows, padded
+from hybrid.kernels.recurrent import Block, MixerLayer, StateRows, padded, unsummed
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Mamba2:
     conv_width: of the convolution, in tokens.  min_step, max_step: limits of the time steps.
     in_multiplier, out_multiplier: factors of the input and the output.  multipliers: those of the projection's parts,
         which are the gate, the heads' inputs, B, C and the time steps (Falcon-H1).
+    group_ranks: ranks that have slices of a group: each has B and C, and some of its heads.
     """
 
     kind: ClassVar[str] = "Mamba 2 mixer"
@@ -36,6 +37,7 @@ class Mamba2:
     in_multiplier: float = 1.0
     out_multiplier: float = 1.0
     multipliers: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    group_ranks: int = 1
 
     @property
     def inner(self) -> int:
@@ -66,6 +68,21 @@ class Mamba2:
         """Return the shapes of a sequence's states: each head's matrix, and the convolution's latest inputs."""
         return (self.heads, self.state_size, padded(self.head_dim, lanes)), (self.conv_width - 1, self.channels)
 
+    def sliced(self, ranks: int) -> Self | None:
+        """Return the sizes of the slice that each of `ranks` ranks has: of whole groups, or of the only one. None if
+        they cannot divide the heads so."""
+        if self.heads % ranks or (self.groups > 1 and self.groups % ranks):
+            return None
+        if self.groups == 1:
+            return replace(self, heads=self.heads // ranks, group_ranks=ranks)
+        return replace(self, heads=self.heads // ranks, groups=self.groups // ranks)
+
+    def blocks(self, ranks: int) -> dict[str, tuple[Block, ...]]:
+        """Return the blocks of the sliced weights that have several, by role."""
+        inner, shared = Block(self.inner), Block(self.groups * self.state_size, shared=self.groups == 1)
+        channels = inner, shared, shared
+        return {"mamba_in": (inner, *channels, Block(self.heads)), "conv": channels}
+
     def factors(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
         """Return `multipliers` for each row of the projection, rounded, as Hugging Face's buffer; None if all are 1."""
         if set(self.multipliers) == {1.0}:
@@ -89,7 +106,8 @@ class Mamba2:
         decay = (-weights["a_log.weight"].float().exp() * steps).exp()
         read = selective_scan(heads * steps[..., None], b, c, decay, layer.states[0], layer.groups)
         read = (read + weights["skip.weight"].float()[:, None] * heads).flatten(1)
-        normed = grouped_norm(read, z, weights.get("mamba_norm.weight"), self.groups, layer.eps)
+        norm = weights.get("mamba_norm.weight"), self.groups, layer.eps, self.group_ranks, layer.summed
+        normed = grouped_norm(read, z, *norm)
         output = layer.linear("mamba_o", normed)
         return output if self.out_multiplier == 1.0 else output * self.out_multiplier
 
@@ -120,12 +138,22 @@ def selective_scan(
 
 
 def grouped_norm(
-    x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor | None, groups: int, eps: float
+    x: torch.Tensor,
+    z: torch.Tensor,
+    weight: torch.Tensor | None,
+    groups: int,
+    eps: float,
+    ranks: int = 1,
+    summed: Callable[[torch.Tensor], torch.Tensor] = unsummed,
 ) -> torch.Tensor:
     """RMS norm of each group of x · silu(z).  x float32, z [tokens, size], weight [size]; None: no norm, and rounded at
-    every step.  Returns z's dtype."""
+    every step.  Returns z's dtype.
+
+    ranks, summed: the ranks that have as many elements of a group, and a tensor's sum over them.
+    """
     if weight is None:
         return x.to(z.dtype) * F.silu(z)
     gated = (x * F.silu(z.float())).unflatten(-1, (groups, -1))
-    normed = gated * torch.rsqrt(gated.pow(2).mean(-1, keepdim=True) + eps)
-    return (weight * normed.flatten(-2)).to(z.dtype)
+    mean = gated.pow(2).mean(-1, keepdim=True)
+    mean = mean if ranks == 1 else summed(mean) / ranks
+    return (weight * (gated * torch.rsqrt(mean + eps)).flatten(-2)).to(z.dtype)

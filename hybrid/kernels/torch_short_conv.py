@@ -5,19 +5,20 @@ A token's output is a gate times a convolution over the latest gated inputs of e
 Face's modules round (transformers 5.23).
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import torch
 
-from hybrid.kernels.recurrent import MixerLayer
+from hybrid.kernels.recurrent import Block, MixerLayer
 
 
 @dataclass(frozen=True)
 class ShortConv:
     """Sizes of a model's gated short convolutions.
 
-    channels: of the convolution: the model's hidden size.  conv_width: of the convolution, in tokens.
+    channels: of the convolution: the model's hidden size, or a rank's part of it.
+    conv_width: of the convolution, in tokens.
     """
 
     kind: ClassVar[str] = "short convolution"
@@ -40,6 +41,14 @@ class ShortConv:
     def state_shapes(self, lanes: int = 1) -> tuple[tuple[int, ...], ...]:
         """Return the shape of a sequence's only state: the convolution's latest inputs.  lanes: not read."""
         return ((self.conv_width - 1, self.channels),)
+
+    def sliced(self, ranks: int) -> Self | None:
+        """Return the sizes of the slice that each of `ranks` ranks has; None if they cannot divide the channels."""
+        return None if self.channels % ranks else replace(self, channels=self.channels // ranks)
+
+    def blocks(self, ranks: int) -> dict[str, tuple[Block, ...]]:
+        """Return the blocks of the sliced weights that have several, by role: of both gates and the input."""
+        return {"conv_in": (Block(self.channels),) * 3}
 
     def mixed(self, x: torch.Tensor, layer: MixerLayer) -> torch.Tensor:
         """Return the mixer's output for x [tokens, hidden], and update the states of its sequences."""

@@ -5,7 +5,7 @@ States are read and written in place. A convolution's latest inputs are a ring: 
 So the programs of a decode step, several of which read the same channels, write an entry that none of them reads.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ import triton.language as tl
 
 from hybrid.kernels import require_contiguous
 from hybrid.kernels.kv_addresses import ALIGNMENT
-from hybrid.kernels.recurrent import Linear
+from hybrid.kernels.recurrent import Linear, unsummed
 from hybrid.kernels.torch_short_conv import ShortConv
 
 CHANNEL_BLOCK = 1024  # channels per program of a convolution
@@ -52,6 +52,7 @@ class KernelLayer:
     addresses: int64 [2], on the device: of the heads' matrices, 0 without any, and of the convolution's latest inputs,
         both float32.  The caller keeps the states alive for as long as kernels read them.
     factors: `Mamba2.factors` of the weights' dtype.
+    summed: as `recurrent.MixerLayer`'s.
     """
 
     linear: Linear
@@ -60,6 +61,7 @@ class KernelLayer:
     tables: StateTables
     eps: float
     factors: torch.Tensor | None = None
+    summed: Callable[[torch.Tensor], torch.Tensor] = unsummed
 
     def convolved(self, x: torch.Tensor, gated: bool = False, silu: bool = True) -> torch.Tensor:
         """Return the causal convolution of each channel of x [tokens, channels] in x's dtype, and keep each sequence's

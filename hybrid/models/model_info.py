@@ -118,16 +118,6 @@ class ModelInfo:
         """Whether a family describes the model, with recurrent layers."""
         return self.layout is not None and self.layout.spec.is_recurrent
 
-    @property
-    def sliced_layout(self) -> DecoderLayout | None:
-        """The layout, if ranks can share a fused decoder of it; else None, with the reason in `reasons`."""
-        if self.is_recurrent:
-            self.reasons["sliced_layout"] = self.layout.spec.recurrent_reason("are not sliced over ranks")
-            return None
-        if self.layout is None:
-            self.reasons["sliced_layout"] = self.reasons["layout"]
-        return self.layout
-
     @cached_property
     def tp_plan(self) -> TensorPlan | None:
         """Hugging Face's plan for tensor parallelism; None, with the reason in `reasons`, if it cannot be followed."""

@@ -17,7 +17,7 @@ from hybrid.runtime.profiling import Phase
 from hybrid.weights.int8_copy import Int8Copy
 from hybrid.weights.joined import joined_refs
 from hybrid.weights.model_weights import WeightVersion, read_weights
-from hybrid.weights.slices import Shard, planned_slices, sizes_that_fit, slices_of
+from hybrid.weights.slices import Shard, decoder_sizes, planned_slices, sizes_that_fit, slices_of
 from hybrid.weights.snapshot import Snapshot
 from hybrid.weights.streaming import WeightStream
 
@@ -109,9 +109,8 @@ class Builder:
 
     def _tp_sizes(self) -> list[int]:
         """Tensor-parallel sizes that divide the decoder's heads, or those of the model's own modules."""
-        if self.info.sliced_layout is not None:
-            spec = self.info.sliced_layout.spec
-            return sizes_that_fit(spec.num_heads, *spec.kv_head_counts)
+        if self.info.layout is not None:
+            return decoder_sizes(self.info.layout.spec)
         attentions = () if self.info.tp_plan is None else self.info.tp_plan.attentions
         sizes = [set(sizes_that_fit(attention.heads, attention.kv_heads)) for attention in attentions]
         return sorted(set.intersection(*sizes)) if sizes else [1]
@@ -129,7 +128,7 @@ class Builder:
     def make(self, mode: Mode, group: InferenceGroup) -> FusedModel:
         """Return a mode's decoder, over its snapshot in the model's dtype. Without a decoder for the model, the
         snapshot is of whole weights."""
-        layout, native = self.info.sliced_layout, "rollout.containers=native" * self.native_by_choice
+        layout, native = self.info.layout, "rollout.containers=native" * self.native_by_choice
         if mode.streaming:
             stream = WeightStream(self.weights, self.phase, self.count)
             fused = self.fused(stream.snapshot, native, stream=stream)

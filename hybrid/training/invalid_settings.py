@@ -21,7 +21,7 @@ from hybrid.models.modules import ignored_adapters
 from hybrid.models.quantized import EIGHT_BITS, FOUR_BITS, kind_of, quantized_layers, unreadable
 from hybrid.runtime.parallel import world_size
 from hybrid.training.packed_forwards import has_attention_interface
-from hybrid.weights.slices import require_divisible
+from hybrid.weights.slices import require_decoder_divisible, require_divisible
 
 # Methods of an `mpu` that return the size of a model or sequence parallel group.
 MODEL_PARALLEL_SIZES = (
@@ -173,8 +173,8 @@ def invalid_for_model(
         recurrent = f"{kind} has recurrent layers, whose states do not go back to before a draft; leave it out"
         yield InvalidSetting(info.is_recurrent, "rollout.speculation", None, recurrent)
     if isinstance(size, int) and size > 1:
-        if info.sliced_layout is not None:
-            require_divisible(size, info.sliced_layout.spec.num_heads, *info.sliced_layout.spec.kv_head_counts)
+        if info.layout is not None:
+            require_decoder_divisible(size, info.layout.spec)
         for attention in () if info.tp_plan is None else info.tp_plan.attentions:
             require_divisible(size, attention.heads, attention.kv_heads)
 

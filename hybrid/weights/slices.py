@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from hybrid.kernels.recurrent import Block
 from hybrid.models.spec import DecoderLayout, DecoderSpec, ParamRef
 from hybrid.models.tp_plan import TensorPlan
 from hybrid.weights.lora import LowRank
@@ -45,6 +46,28 @@ def require_divisible(size: int, heads: int, *kv_heads: int, key: str = "hybrid_
         )
 
 
+def decoder_sizes(spec: DecoderSpec) -> list[int]:
+    """Return the tensor-parallel sizes that a decoder's heads, and its recurrent mixers, can be divided by."""
+    mixer = spec.recurrent
+    if mixer is None:
+        return sizes_that_fit(spec.num_heads, *spec.kv_head_counts)
+    has_attention = any(layer.mixer != mixer.kind and layer.mixer for layer in spec.layers)
+    sizes = sizes_that_fit(spec.num_heads, *spec.kv_head_counts) if has_attention else range(1, spec.hidden_size + 1)
+    return [n for n in sizes if mixer.sliced(n) is not None]
+
+
+def require_decoder_divisible(size: int, spec: DecoderSpec, key: str = "hybrid_engine.inference_tp_size") -> None:
+    """Raise ValueError if a decoder cannot be divided over `size` ranks.  key: the setting that the error names."""
+    fits = decoder_sizes(spec)
+    if spec.recurrent is None:
+        require_divisible(size, spec.num_heads, *spec.kv_head_counts, key=key)
+    elif size not in fits:
+        raise ValueError(
+            f"{key}: {size} given; the model's attention heads and its {spec.recurrent.kind}s can be shared out by "
+            f"{', '.join(map(str, fits))}"
+        )
+
+
 def shard_spec(spec: DecoderSpec, shard: Shard) -> DecoderSpec:
     """`spec` with one rank's heads. With fewer key and value heads than ranks, ranks share them: each has one."""
     heads = spec.num_heads // shard.size
@@ -54,7 +77,9 @@ def shard_spec(spec: DecoderSpec, shard: Shard) -> DecoderSpec:
         for layer in spec.layers
     )
     kv_heads = max(spec.num_kv_heads // shard.size, 1)
-    return replace(spec, layers=layers, num_heads=heads, num_kv_heads=kv_heads, alibi=alibi)
+    recurrent = None if spec.recurrent is None else spec.recurrent.sliced(shard.size)
+    assert (recurrent is None) == (spec.recurrent is None), f"{shard.size} ranks do not divide the mixers"
+    return replace(spec, layers=layers, num_heads=heads, num_kv_heads=kv_heads, alibi=alibi, recurrent=recurrent)
 
 
 def part_of(tensor: torch.Tensor, dim: int, shard: Shard) -> torch.Tensor:
@@ -97,7 +122,14 @@ ROLE_CUTS = {
     **dict.fromkeys(("k", "v", "k_norm"), "kv"),
     **dict.fromkeys(("o", "down", "experts_down", "shared_down"), "columns"),
     "experts_gate_up": "halves",
+    # Of recurrent mixers, by their heads or channels: `RecurrentMixer.blocks`.
+    **dict.fromkeys(("delta_qkv", "delta_q", "delta_k", "delta_v", "delta_z", "delta_b", "delta_a"), "rows"),
+    **dict.fromkeys(("delta_forget_b", "delta_z_b", "dt_bias", "a_log"), "rows"),
+    **dict.fromkeys(("mamba_in", "skip", "mamba_norm", "conv_in"), "rows"),
+    **dict.fromkeys(("conv", "delta_o", "mamba_o", "conv_o"), "columns"),
 }
+# Roles of products that are summed over the group.
+SUMMED = ("o", "down", "experts_down", "shared_down", "delta_o", "mamba_o", "conv_o")
 
 
 def slice_spec_of(role: str, spec: DecoderSpec) -> str | None:
@@ -108,7 +140,9 @@ def slice_spec_of(role: str, spec: DecoderSpec) -> str | None:
     name, _, kind = role.partition(".")
     if name in ("q_norm", "k_norm") and spec.qk_norm != "row":
         return None
-    return "once" if kind == "bias" and ROLE_CUTS.get(name) == "columns" else ROLE_CUTS.get(name)
+    if name == "experts_gate_up" and not spec.gated:  # up alone
+        return "rows"
+    return "once" if kind == "bias" and name in SUMMED else ROLE_CUTS.get(name)
 
 
 @dataclass(frozen=True)
@@ -117,12 +151,14 @@ class SliceSpec:
 
     kind: a value of `TPModule.cuts`.  kv_heads: over all ranks, for the kind "kv".
     experts: the rank's experts, if a leading experts dimension is divided too.
+    blocks: of the dimension that is cut, each of which is divided over the ranks; (): it is one block.
     """
 
     kind: str
     shard: Shard
     kv_heads: int = 0
     experts: Shard = WHOLE
+    blocks: tuple[Block, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.kind in ("rows", "columns", "halves", "kv", "once"), f"{self.kind!r} is not a cut"
@@ -146,8 +182,14 @@ class SliceSpec:
             return [(tensor, tensor.shape[dim])] if self.keeps_all else []
         if self.kind == "kv" and self.kv_heads < shard.size:  # ranks share heads
             shard = Shard(self.kv_heads, shard.index * self.kv_heads // shard.size)
-        blocks = tensor.chunk(2, dim) if self.kind == "halves" else [tensor]  # gate and up
-        return [(part_of(block, dim, shard), part_width(block, dim, shard)) for block in blocks]
+        if self.blocks:
+            blocks = tensor.split([block.size for block in self.blocks], dim)
+            shards = [WHOLE if block.shared else shard for block in self.blocks]
+        else:
+            blocks = tensor.chunk(2, dim) if self.kind == "halves" else (tensor,)  # gate and up
+            shards = [shard] * len(blocks)
+        pairs = zip(blocks, shards, strict=True)
+        return [(part_of(block, dim, shard), part_width(block, dim, shard)) for block, shard in pairs]
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the slice of a full tensor, a view where possible; None if another rank has all of it."""
@@ -226,14 +268,18 @@ def slices_of(layout: DecoderLayout, shard: Shard, experts: Shard = WHOLE) -> di
     """
     slices = {}
     spec = layout.spec
+    blocks = {} if spec.recurrent is None else spec.recurrent.blocks(shard.size)
     by_layer = [(layout.outer, spec), *((layer, spec.of_layer(index)) for index, layer in enumerate(layout.layers))]
     for layer, of_layer in by_layer:
         for role, ref in layer.items():
             kind = slice_spec_of(role, of_layer)
             divided = experts if role.startswith("experts_") else WHOLE
             key = ("vocabulary" if role in VOCABULARY else role, ref.select)
-            cut = None if kind is None else SliceSpec(kind, shard, of_layer.num_kv_heads, divided)
-            slices[ref] = Slice(ref, key, cut, role in ("o.weight", "down.weight", "shared_down.weight"))
+            name, _, suffix = role.partition(".")
+            more = of_layer.num_kv_heads, divided, blocks.get(name, ())
+            cut = None if kind is None else SliceSpec(kind, shard, *more)
+            row_parallel = name in SUMMED and name != "experts_down" and suffix == "weight"
+            slices[ref] = Slice(ref, key, cut, row_parallel)
     return slices
 
 

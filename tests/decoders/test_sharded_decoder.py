@@ -3,6 +3,7 @@
 Ranks are threads of this process, see tests/host_groups.py.
 """
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -18,12 +19,13 @@ from hybrid.models.spec import DecoderLayout, ParamRef
 from hybrid.runtime.parallel import InferenceGroup
 from hybrid.sampling.vocabulary import whole_logits
 from hybrid.weights.lora import LowRank
-from hybrid.weights.slices import WHOLE, Shard, shard_spec, sizes_that_fit, slices_of
+from hybrid.weights.slices import WHOLE, Shard, decoder_sizes, shard_spec, sizes_that_fit, slices_of
+from tests.decoders import test_recurrent_mixers as recurrent
 from tests.decoders.test_cpu_decoder import threads
 from tests.decoders.test_torch_decoder import VARIANTS, own_weights
 from tests.host_groups import host_groups, on_every_rank
 from tests.marks import slow_but
-from tests.tiny_models import VOCABULARY, tiny_model
+from tests.tiny_models import RECURRENT, VOCABULARY, in_float64, tiny_model
 
 LENGTHS, STEPS = (45, 7, 33), 3
 TOLERANCE = 4e-7  # of float32 logits, as a share of the largest
@@ -64,6 +66,7 @@ def cpu_decoder(layout: DecoderLayout, group: HostGroup | None = None) -> CpuDec
 
 
 def torch_decoder(layout: DecoderLayout, group: HostGroup) -> ShardedDecoder:
+    """The reference decoder over this rank's slices."""
     decoder = ShardedDecoder(layout, Slices(layout, Shard(group.size, group.index)), group)
     decoder.bind()
     return decoder
@@ -147,6 +150,55 @@ def float32_of(variant: str) -> torch.nn.Module:
     """The variant's model with weights that bfloat16 can represent."""
     family, changes = VARIANTS[variant]
     return tiny_model(family, dtype=torch.bfloat16, **changes).float().eval()
+
+
+def states_logits(decoder) -> torch.Tensor:
+    """The whole vocabulary's logits of sequences with states, in pieces of several tokens and of one."""
+    decoded = recurrent.logits_of(decoder, recurrent.sequences(), [20, 1, 1, 64])
+    return whole_logits(torch.cat(decoded), decoder.vocabulary)
+
+
+RECURRENT_CASES = {family: (family, {}) for family in RECURRENT} | recurrent.VARIANTS
+# Slices of whole groups of heads, of parts of the only group, of each kind of mixer, without a norm, with biases.
+QUICK_RECURRENT = ("qwen3_5_text", "kimi_linear", "nemotron_h", "one group", "falcon_h1", "convolutions' biases")
+
+
+@pytest.mark.parametrize("case", slow_but(QUICK_RECURRENT, RECURRENT_CASES))
+def test_slices_of_recurrent_mixers_are_as_exact_as_whole_ones(case):
+    """On the kernels and in torch's operations: as far from float64 as whole mixers, with equal bits on all ranks."""
+    family, changes = RECURRENT_CASES[case]
+    model = tiny_model(family, **changes).eval()
+    layout = read_decoder(model)
+    exact = torch.cat(recurrent.whole_logits_of(in_float64(copy.deepcopy(model)), recurrent.sequences()))
+    whole = (states_logits(cpu_decoder(layout)) - exact).abs().max()
+    sizes = [size for size in (2, 4) if size in decoder_sizes(layout.spec)]
+    assert 2 in sizes
+    for size in sizes:
+        for make in (cpu_decoder, torch_decoder):
+            actual = on_every_rank(host_groups(size), lambda group, make=make: states_logits(make(layout, group)))
+            assert (actual[0] - exact).abs().max() < 2 * whole + 1e-6 * exact.abs().max()
+            assert all(torch.equal(logits, actual[0]) for logits in actual)
+
+
+def test_recurrent_mixers_are_divided_by_heads_and_groups():
+    """A group of several is not divided over ranks; the only one is, and its norm is a sum over the ranks."""
+    sizes = {
+        case: decoder_sizes(read_decoder(tiny_model(family, **changes)).spec)
+        for case, (family, changes) in {
+            "two groups, two key and value heads": ("bamba", {}),
+            "one group": ("bamba", {"mamba_n_groups": 1}),
+            "mixers alone": ("mamba2", {"n_groups": 4}),
+            "two key heads": ("qwen3_5_text", {}),
+            "channels": ("lfm2", {}),
+        }.items()
+    }
+    assert sizes == {
+        "two groups, two key and value heads": [1, 2],
+        "one group": [1, 2, 4],
+        "mixers alone": [1, 2, 4],
+        "two key heads": [1, 2],
+        "channels": [1, 2, 4],
+    }
 
 
 @pytest.mark.parametrize("variant", ["llama", "olmo2", "mixtral", "falcon, new"])

@@ -95,7 +95,7 @@ static int64_t divide(const Decoder& d, int64_t tokens, int64_t threads, float* 
   w.router_weights = take(tokens * d.num_experts);
   w.shared_gate = take(d.num_experts ? tokens : 0);
   w.lora_ax = take(tokens * d.lora_ranks);
-  w.squares = take(d.group && d.qk_norm == ROW ? tokens * 2 : 0);
+  w.squares = take(d.group && (d.qk_norm == ROW || d.mamba.group_ranks > 1) ? tokens * 2 : 0);
   w.per_layer = take(tokens * d.num_layers * d.per_layer_input_size);
 #if TILES
   w.tiles = (uint32_t*)take(d.bfloat16 && threads > 1 && tiles_ready() ? 2 * SHARED_WORDS : 0);
@@ -793,13 +793,22 @@ struct Run {
       const float *b = x + inner + h / (heads / d.mamba.groups) * height, *c = b + d.mamba.groups * height;
       selective_scan<vectors>(at, b, c, x + h * size + column, work.attended + t * inner + h * size + column, of_head[heads], of_head[0], layer.skip.weight[h]);
     });
-    const int64_t group = inner / d.mamba.groups;
+    const int64_t group = inner / d.mamba.groups, ranks = d.mamba.group_ranks;
+    const bool normed = layer.mamba_norm.weight, summed = normed && ranks > 1;
     for (int64_t t = rows().first; t < rows().last; t++) {
       float* row = work.attended + t * inner;
-      const bool normed = layer.mamba_norm.weight;
       over_vectors(inner, row, row, work.qkv + t * width, [&](Vec x, Vec z) { return normed ? x * silu(z) : rounded<T>(rounded<T>(x) * rounded<T>(silu(z))); });
+      if (summed) work.squares[t] = float(squared(row, inner, 0));
+    }
+    if (summed) {  // over the ranks, which have parts of one group
+      barrier();
+      Run<float>{d, batch, work, team, thread, threads}.sum_over_ranks(d.group, work.squares, batch.tokens);
+    }
+    for (int64_t t = rows().first; t < rows().last; t++) {
+      float* row = work.attended + t * inner;
       for (int64_t g = 0; normed && g < inner; g += group) {
-        const float factor = 1.0f / std::sqrt(float(squared(row + g, group, 0) / group) + float(d.norm_eps));
+        const float mean = summed ? work.squares[t] / float(inner * ranks) : float(squared(row + g, group, 0) / group);
+        const float factor = 1.0f / std::sqrt(mean + float(d.norm_eps));
         for (int64_t i = g; i < g + group; i++) row[i] = rounded<T>(unfused(row[i] * factor) * layer.mamba_norm.weight[i]);
       }
       arrange(row, inner);
@@ -967,7 +976,7 @@ struct Run {
     }
     if (is_hybrid) {
       mamba2(layer);
-      product(layer.mamba_o, work.attended, mamba_inner(d), work.normed, d.hidden_size);
+      product(layer.mamba_o, work.attended, mamba_inner(d), work.normed, d.hidden_size, d.group);
     }
     const int64_t q = d.num_heads * value_dim(d, layer);  // of the output
     const float* input = is_hybrid ? work.mlp_normed : work.normed;
@@ -1000,8 +1009,10 @@ struct Run {
       return;
     }
     if (is_hybrid) {
-      product(layer.o, work.attended, q, work.projected, d.hidden_size);
+      product(layer.o, work.attended, q, work.projected, d.hidden_size, d.group);
       barrier();
+      sum_over_ranks(d.group, work.normed, batch.tokens * d.hidden_size);
+      sum_over_ranks(d.group, work.projected, batch.tokens * d.hidden_size);
       for (int64_t t = rows().first; t < rows().last; t++) {
         float *attended = work.projected + t * d.hidden_size, *mixed = work.normed + t * d.hidden_size, *row = hidden + t * d.hidden_size;
         scale_row(attended, d.hidden_size, d.attention_out_multiplier);

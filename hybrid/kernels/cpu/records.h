@@ -49,6 +49,7 @@ struct GatedDeltaNet {
 struct Mamba2 {
   int64_t heads, head_dim, groups, state_size, conv_width;
   double min_step, max_step, in_multiplier, out_multiplier, multipliers[5];
+  int64_t group_ranks;
 };
 struct ShortConv {
   int64_t channels, conv_width;
