@@ -141,10 +141,11 @@ class FusedModel:
                 graphs = f", decode steps without CUDA graphs ({self.eager_reason})"
             graphs += f", {self.attention.describe(self.has_graphs)}"
         if self.group is not None:
-            return f"{decoder}, sharded over {self.group.size} ranks{graphs}"
-        int8 = self._int8_weights()
-        decoder += " over int8 weights" * bool(int8) + f", on {kernels_for(self.blank.embedding(), int8)}"
-        decoder += ", with weights gathered layer by layer" * (self.stream is not None)
+            decoder += f", sharded over {self.group.size} ranks"
+        else:
+            int8 = self._int8_weights()
+            decoder += " over int8 weights" * bool(int8) + f", on {kernels_for(self.blank.embedding(), int8)}"
+            decoder += ", with weights gathered layer by layer" * (self.stream is not None)
         if self.layout.spec.is_recurrent:
             decoder += ", with a prefix cache of kept states (a block alone does not continue a recurrent state)"
         rollouts = "" if self.rollouts is None else f"; generate() and rollout(): {self.rollouts.description}"

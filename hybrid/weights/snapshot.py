@@ -430,7 +430,7 @@ class Snapshot:
                 self.keep((adapted, name), tensor)
         else:
             for part in self.kept.get((adapted, "weight"), ()):
-                weight = self.parts[adapted.sources["weight"]][part.key]
+                weight = self._part(adapted.sources["weight"], part.ref)
                 buffer = self._buffer((adapted, "weight"), part, weight.shape, weight.dtype, weight.device)
                 merge_low_rank(weight, sliced_factors(adapted, part), buffer)
 

@@ -88,6 +88,22 @@ def check_rollouts(stage: int, adapter: str) -> None:
 ROLLOUTS = {(3, "peft"), (0, "chat")}
 
 
+def check_whole_roles(family: str) -> None:
+    """A matrix with adapters that every rank keeps whole, where parameters are read in place."""
+    # Not the experts' parameters, which PEFT (0.21) writes in every forward: that counts as a change of weights.
+    targets = "q_a_proj kv_a_proj_with_mqa o_proj shared_expert_gate q_proj".split()
+    unsharded, sharded = (
+        engine_of(with_peft(tiny_model(family), target_modules=targets), config)
+        for config in (settings(0), tp_settings(2, 0))
+    )
+    require_same_rollouts(unsharded, sharded, 6, True, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("family", slow_but(["qwen2_moe"], ["qwen2_moe", "deepseek_v3"]))
+def test_adapters_of_matrices_that_ranks_do_not_slice(ranks, family):
+    ranks.run(check_whole_roles, family)
+
+
 @pytest.mark.parametrize(
     ("stage", "adapter"),
     [
