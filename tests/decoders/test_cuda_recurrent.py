@@ -5,7 +5,9 @@ Without a GPU the kernels run in Triton's interpreter, and a capture that record
 
 import contextlib
 import copy
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
 
 from hybrid.decoders.batch import KVWeights
-from hybrid.decoders.cuda_decoder import CudaDecoder
+from hybrid.decoders.cuda_decoder import CudaDecoder, ShardedCudaDecoder
 from hybrid.decoders.decoder_weights import DecoderWeights
 from hybrid.decoders.fused_model import FusedModel
 from hybrid.decoders.torch_decoder import TorchDecoder
@@ -21,14 +23,19 @@ from hybrid.generation.block_pool import BlockPool
 from hybrid.generation.completions import Completions
 from hybrid.generation.request import Request
 from hybrid.generation.scheduler import Scheduler
+from hybrid.kernels.host_group import on_host
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.reader import read_decoder
+from hybrid.models.spec import DecoderLayout
+from hybrid.runtime.parallel import InferenceGroup
 from hybrid.weights.model_weights import read_weights
+from hybrid.weights.slices import Shard
 from hybrid.weights.snapshot import Snapshot
-from tests.decoders.test_captures import Specializations, sampling_of, step_of
-from tests.decoders.test_cuda_decoder import DEVICE, Decoding, cuda_decoder, hugging_face, sequences
+from tests.decoders.test_captures import EqualRanks, Specializations, sampling_of, step_of
+from tests.decoders.test_cuda_decoder import DEVICE, Decoding, cuda_decoder, eager_capture, hugging_face, sequences
 from tests.decoders.test_recurrent_mixers import VARIANTS
 from tests.decoders.test_self_check import self_check_reason
+from tests.decoders.test_sharded_decoder import Slices
 from tests.decoders.test_torch_decoder import own_weights
 from tests.device_ops import DeviceOps, RecordedCapture
 from tests.generation.test_scheduler import request_of
@@ -130,6 +137,57 @@ def test_launches_of_a_layer_in_decode_steps(family, monkeypatch):
     # Without a layer there is no sum of its output and the residual stream.
     recurrent, attention = counts[2] - counts[1] - 1, counts[3] - counts[2]
     assert (recurrent, attention) == LAUNCHES[family]
+
+
+# Slices
+
+SLICED = {
+    "qwen3_5_text": {"linear_num_key_heads": 2},
+    "qwen3_next": {},
+    "kimi_linear": {},
+    "nemotron_h": {"moe_latent_size": 24, "mlp_bias": True},
+    "bamba": {"mamba_n_groups": 1, "mamba_proj_bias": True},  # one group, whose norm is a sum over the ranks
+    "falcon_h1": {},
+    "lfm2": {"conv_bias": True},
+}
+
+
+def sharded(layout: DecoderLayout, group: Any, capture: Callable) -> ShardedCudaDecoder:
+    """The decoder of a rank's slices."""
+    weights = Slices(layout, Shard(group.size, group.index))
+    decoder = ShardedCudaDecoder(layout, weights, group, max_capture_size=4, capture=capture)
+    decoder.bind()
+    return decoder
+
+
+def check_slices(family: str) -> None:
+    """Prefill and decode steps, in graphs, of two ranks' slices."""
+    model = small(family, **SLICED[family])
+    group, ids = on_host(InferenceGroup(2), torch.device("cpu")), sequences(tuple(n + NEW + 1 for n in PROMPTS))
+    decoder = sharded(read_decoder(model), group, eager_capture)
+    parts = Decoding(decoder, ids).every_logit(PROMPTS)
+    assert len(decoder.graphs)
+    actual = torch.cat([decoder.vocabulary.whole(rows) for rows in parts])
+    exact = torch.cat(hugging_face(in_float64(copy.deepcopy(model)), ids))
+    assert (actual - exact).abs().max() < 4e-6 * exact.abs().max()
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="two ranks of one device cannot exchange by NCCL")
+@pytest.mark.parametrize("family", slow_but(["qwen3_5_text", "bamba"], SLICED))
+def test_slices_equal_hugging_face_at_two_ranks(ranks, family):
+    ranks.run(check_slices, family)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", SLICED)
+def test_a_captured_step_of_slices_neither_waits_nor_reads_host_memory(family, monkeypatch):
+    """Around the kernels, which do not run here."""
+    capture = RecordedCapture(monkeypatch)
+    monkeypatch.setattr("triton.runtime.interpreter.InterpretedFunction.run", lambda *args, **kwargs: None)
+    decoder = sharded(read_decoder(small(family, **SLICED[family])), EqualRanks(2, 2), capture)
+    kv = replace(decoder.kv(3), states=decoder.states(2))
+    decoder.decode(replace(step_of(2), state_slots=torch.arange(2).int()), kv)
+    assert decoder.eager_reason == "" and capture.captured == capture.replays == len(decoder.graphs) == 1
 
 
 # Decode loops

@@ -180,6 +180,36 @@ def test_slices_of_recurrent_mixers_are_as_exact_as_whole_ones(case):
             assert all(torch.equal(logits, actual[0]) for logits in actual)
 
 
+@pytest.mark.parametrize("case", slow_but(("qwen3_5_text", "one group"), QUICK_RECURRENT))
+def test_slices_of_recurrent_mixers_in_bfloat16_are_as_near_to_float32(case):
+    family, changes = RECURRENT_CASES[case]
+    models = [tiny_model(family, dtype=torch.bfloat16, **changes).eval() for _ in range(2)]
+    exact = states_logits(cpu_decoder(read_decoder(models[0].float())))
+    layout = read_decoder(models[1])
+    whole = states_logits(cpu_decoder(layout))
+    sliced = on_every_rank(host_groups(2), lambda group: states_logits(cpu_decoder(layout, group)))[0]
+    # A token of a mixture may be routed to other experts, by either.
+    errors = [(logits - exact).square().mean(dim=-1).sqrt().median() for logits in (sliced, whole)]
+    assert 0 < errors[0] < 1.3 * errors[1], errors
+
+
+@pytest.mark.parametrize("case", ["qwen3_5_text", "one group"])
+def test_bits_of_sliced_recurrent_mixers_depend_on_no_piece_and_no_thread(case):
+    family, changes = RECURRENT_CASES[case]
+    layout, ids = read_decoder(tiny_model(family, **changes).eval()), recurrent.sequences()
+
+    def in_pieces(group: HostGroup) -> list[torch.Tensor]:
+        decoder = cpu_decoder(layout, group)
+        parts = [recurrent.logits_of(decoder, ids, pieces) for pieces in ([max(map(len, ids))], [20, 1, 1, 64])]
+        return [torch.cat(rows) for rows in parts]
+
+    one = on_every_rank(host_groups(2), in_pieces)
+    assert all(torch.equal(*pieces) for pieces in one)
+    with threads(2):
+        two = on_every_rank(host_groups(2), in_pieces)
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(one, two, strict=True))
+
+
 def test_recurrent_mixers_are_divided_by_heads_and_groups():
     """A group of several is not divided over ranks; the only one is, and its norm is a sum over the ranks."""
     sizes = {
