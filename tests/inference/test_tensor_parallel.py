@@ -14,7 +14,7 @@ import hybrid
 from tests.engines import CollectiveCount
 from tests.marks import slow_but
 from tests.rank_pool import run_script
-from tests.tiny_models import ALL_FAMILIES, prompts, tiny_model, tiny_non_decoder, twin, with_peft
+from tests.tiny_models import ALL_FAMILIES, RECURRENT, prompts, tiny_model, tiny_non_decoder, twin, with_peft
 
 
 def tp_engine(model, size: int = 2, **settings) -> hybrid.InferenceEngine:
@@ -54,10 +54,10 @@ def check_family(family: str, folder: str) -> None:
     dist.barrier()
 
 
-QUICK = ("gpt2", "falcon", "mixtral")
+QUICK = ("gpt2", "falcon", "mixtral", "qwen3_next")
 
 
-@pytest.mark.parametrize("family", slow_but(QUICK, ALL_FAMILIES))
+@pytest.mark.parametrize("family", slow_but(QUICK, (*ALL_FAMILIES, *RECURRENT)))
 def test_two_ranks_match_hugging_face(ranks, tmp_path, family):
     tiny_model(family).save_pretrained(tmp_path)
     ranks.run(check_family, family, str(tmp_path))
@@ -99,7 +99,10 @@ def check_written(folder: str, family: str) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("family", slow_but(["mixtral"], ["gpt2", "mixtral"]))
+SAVED = ["gpt2", "mixtral", "qwen3_next", "qwen3_5_text", "bamba", "kimi_linear", "lfm2"]
+
+
+@pytest.mark.parametrize("family", slow_but(["mixtral", "qwen3_next"], SAVED))
 def test_saved_slices_load_at_another_tp_size(ranks, tmp_path, family):
     ranks.run(check_written, str(tmp_path), family)
 

@@ -61,6 +61,7 @@ def check_four(size: int, cases: list[tuple[str, str]]) -> None:
 
 EVERY = [(family, adapter) for family in ALL_FAMILIES for adapter in ("none", "peft")]
 SOME = [("llama", "none"), ("qwen3_moe", "none"), ("olmo2", "peft"), ("bloom", "chat")]
+SOME += [("kimi_linear", "peft"), ("lfm2", "none")]
 
 
 @pytest.mark.slow
