@@ -33,6 +33,11 @@ SIZES = {
         "num_hidden_layers": 8,
     },
     "gpt2": {"n_embd": 64, "n_layer": 6},
+    "qwen3_5_text": {
+        **{"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16},
+        **{"linear_key_head_dim": 16, "linear_value_head_dim": 16, "num_hidden_layers": 8},
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 2,
+    },
 }
 DEEP = 20  # layers: the modes' needs differ by more than what a forward needs
 
@@ -89,7 +94,13 @@ def require_plan(family: str, adapter: str, stage: int) -> None:
     ("family", "adapter", "stage"),
     slow_but(
         [("llama", "peft", 3)],
-        [("llama", "none", 3), ("llama", "peft", 3), ("gpt2", "none", 3), ("llama", "peft", 2)],
+        [
+            ("llama", "none", 3),
+            ("llama", "peft", 3),
+            ("gpt2", "none", 3),
+            ("llama", "peft", 2),
+            ("qwen3_5_text", "peft", 3),
+        ],
     ),
 )
 def test_memory_plan_equals_measured_memory(ranks, family, adapter, stage):
