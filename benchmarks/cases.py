@@ -25,6 +25,24 @@ SHAPES = {
 }
 
 
+RECURRENT = {  # of 9M parameters: three gated delta nets for each attention, as in the released models
+    "qwen3_5": {
+        "vocab_size": 4096,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "max_position_embeddings": 4096,
+    }
+}
+
+
 @dataclass(frozen=True)
 class Case:
     """A row of the table.
@@ -166,9 +184,11 @@ def hugging_face_sizes(shape: str) -> dict[str, int]:
 
 
 def read_config(shape: str) -> transformers.PretrainedConfig:
-    """The configuration of a key of SHAPES, or of a Hugging Face name or path; without end tokens."""
+    """The configuration of a key of SHAPES or RECURRENT, or of a Hugging Face name or path; without end tokens."""
     if shape in SHAPES:
         config = transformers.LlamaConfig(**hugging_face_sizes(shape))
+    elif shape in RECURRENT:
+        config = transformers.Qwen3_5TextConfig(**RECURRENT[shape])
     else:
         config = transformers.AutoConfig.from_pretrained(shape)
     config.eos_token_id, config.pad_token_id = None, PAD

@@ -21,7 +21,7 @@ from deepspeed.accelerator import get_accelerator
 
 import hybrid
 from benchmarks import results, tables
-from benchmarks.cases import DTYPES, SHAPES, make_model
+from benchmarks.cases import DTYPES, RECURRENT, SHAPES, make_model
 from benchmarks.contenders import eval_mode, gathered, zero3_engine
 from benchmarks.machine import hardware
 from benchmarks.ranks import start_ranks
@@ -60,9 +60,8 @@ def main() -> None:
     contenders = make_contenders(args)
     engine = next(iter(contenders.values())).engine
     generator = torch.Generator().manual_seed(dist.get_rank())  # equal prompts of two ranks would be decoded once
-    ids = torch.randint(1, SHAPES[args.shape]["vocab"], (args.sequences, args.prompt_length), generator=generator).to(
-        engine.device
-    )
+    vocabulary, size = engine.module.config.vocab_size, (args.sequences, args.prompt_length)
+    ids = torch.randint(1, vocabulary, size, generator=generator).to(engine.device)
     request = {
         "attention_mask": torch.ones_like(ids),
         "max_new_tokens": args.new_tokens,
@@ -172,7 +171,7 @@ def update(engine: hybrid.HybridEngine) -> None:
 def parse() -> argparse.Namespace:
     """The flags."""
     parser = results.parser(__doc__, sequences=64, prompt_length=32, new_tokens=64, rounds=3)
-    parser.add_argument("--shape", choices=list(SHAPES), default="10M")
+    parser.add_argument("--shape", choices=[*SHAPES, *RECURRENT], default="10M")
     parser.add_argument("--dtype", choices=list(DTYPES), default="f32")
     parser.add_argument("--contenders", nargs="*", help="names in the table; default: all")
     return parser.parse_args()

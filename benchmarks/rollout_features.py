@@ -18,36 +18,21 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3_5TextConfig
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hybrid
 from benchmarks import results, tables
+from benchmarks.cases import RECURRENT, read_config
 from benchmarks.overhead import PLAIN, SHAPES, engine_of, llama
 from benchmarks.ranks import print_on_rank_0, start_ranks
 
 NEW_TOKENS = 32  # of the user, in the second turn
-RECURRENT = {  # of 9M parameters: three gated delta nets for each attention, as in the released models
-    "qwen3_5": {
-        "vocab_size": 4096,
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
-        "max_position_embeddings": 4096,
-    }
-}
 
 
 def model_of(shape: str) -> PreTrainedModel:
     """A model with random weights."""
     if shape in RECURRENT:
-        return AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**RECURRENT[shape]))
+        return AutoModelForCausalLM.from_config(read_config(shape))
     return llama(*SHAPES[shape])
 
 

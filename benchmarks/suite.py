@@ -99,6 +99,7 @@ RUNS = (
         for shape, minutes in (("10M", 1), ("120M", 3))
         for dtype in ("f32", "bf16")
     ),
+    Run("tp-qwen3_5-f32", "modes", f"--shape qwen3_5 --dtype f32 {TENSOR_PARALLEL}", 2, 2),
     *(
         Run(f"serving-{shape}", "serving", f"--shape {shape} {load} {SERVERS}", minutes, 0, 2)
         for shape, load, minutes in (

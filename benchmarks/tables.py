@@ -11,6 +11,7 @@ from functools import wraps
 from itertools import pairwise, starmap
 from typing import Any
 
+from benchmarks.cases import RECURRENT
 from benchmarks.results import Spread, quotient
 
 LAST_REWARDS = 10  # iterations of GRPO at the end whose rewards are averaged
@@ -169,7 +170,9 @@ def tensor_parallel(*results: dict[str, Any]) -> Iterator[list]:
             ways = [result["results"].get(f"{way}{suffix}") for way in ("pinned", "tensor parallel", "streaming")]
             whole, *others = (way and way["rollout_s"] for way in ways)
             if whole:
-                cells = [f"{result['parameters'] / 1e6:.0f}M, {result['args']['dtype']}{layers}"]
+                args, size = result["args"], f"{result['parameters'] / 1e6:.0f}M"
+                kind = f" {args['shape']}" if args["shape"] in RECURRENT else ""
+                cells = [f"{size}{kind}, {args['dtype']}{layers}"]
                 cells += [rate(whole, tokens_of(result))]
                 for each in others:
                     cells += [rate(each, tokens_of(result)), quotient(whole, each)] if each else [None, None]

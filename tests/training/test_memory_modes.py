@@ -34,8 +34,13 @@ SIZES = {
     },
     "gpt2": {"n_embd": 64, "n_layer": 6},
     "qwen3_5_text": {
-        **{"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16},
-        **{"linear_key_head_dim": 16, "linear_value_head_dim": 16, "num_hidden_layers": 8},
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "num_hidden_layers": 8,
         "layer_types": [*["linear_attention"] * 3, "full_attention"] * 2,
     },
 }
