@@ -96,7 +96,7 @@ def make_contenders(args: argparse.Namespace) -> dict[str, Contender]:
     makers |= {f"pinned, LoRA {how}": partial(of_engine, args, {}, lora=how) for how in ("merged", "unmerged")}
     makers |= {
         f"{name}, native": partial(of_engine, args, blocks[name], containers="native")
-        for name in ("pinned", "tensor parallel")
+        for name in blocks
     }
     makers["GatheredParameters(all) + Hugging Face"] = partial(of_hugging_face, args, gathered)
     makers["ZeRO-3 that keeps all + Hugging Face"] = partial(of_hugging_face, args, plain)
