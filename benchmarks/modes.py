@@ -94,10 +94,7 @@ def make_contenders(args: argparse.Namespace) -> dict[str, Contender]:
     }
     makers = {name: partial(of_engine, args, block) for name, block in blocks.items()}
     makers |= {f"pinned, LoRA {how}": partial(of_engine, args, {}, lora=how) for how in ("merged", "unmerged")}
-    makers |= {
-        f"{name}, native": partial(of_engine, args, blocks[name], containers="native")
-        for name in blocks
-    }
+    makers |= {f"{name}, native": partial(of_engine, args, blocks[name], containers="native") for name in blocks}
     makers["GatheredParameters(all) + Hugging Face"] = partial(of_hugging_face, args, gathered)
     makers["ZeRO-3 that keeps all + Hugging Face"] = partial(of_hugging_face, args, plain)
     makers["plain ZeRO-3 Hugging Face"] = partial(of_hugging_face, args, plain, live_share=DEFAULT_LIVE_SHARE)

@@ -484,8 +484,8 @@ class CudaDecoder(TorchDecoder):
         block, mixer = self.blocks[index], self.spec.recurrent
         # A graph would keep `kv.states`; the addresses in the table are those of the current ones.
         states = self.state_table[index], step.states
-        choices = self.spec.norm_eps, self.factors, self._summed
-        layer = KernelLayer(partial(self._linear, block), block, *states, *choices)
+        eps, linear = self.spec.norm_eps, partial(self._linear, block)
+        layer = KernelLayer(linear, block, *states, eps, self.factors, self._summed)
         return RECURRENT[type(mixer)](mixer, x, layer)
 
     def _latent_attention(self, index: int, x: torch.Tensor, step: Step, kv: PagedKV) -> torch.Tensor:

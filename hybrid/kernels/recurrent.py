@@ -20,8 +20,8 @@ class Block(NamedTuple):
     shared: bool = False
 
 
-def unsummed(x: torch.Tensor) -> torch.Tensor:
-    """Return x: the sum over the ranks of a mixer that is not sliced."""
+def sum_over_one_rank(x: torch.Tensor) -> torch.Tensor:
+    """Return x: the sum of a mixer that is not sliced."""
     return x
 
 
@@ -51,7 +51,7 @@ class MixerLayer:
     states: tuple[torch.Tensor, ...]
     groups: Sequence[StateRows]
     eps: float
-    summed: Callable[[torch.Tensor], torch.Tensor] = unsummed
+    summed: Callable[[torch.Tensor], torch.Tensor] = sum_over_one_rank
 
     def convolved(self, x: torch.Tensor) -> torch.Tensor:
         """Return the causal convolution of each channel of x [tokens, channels], in x's dtype, and keep each sequence's
@@ -95,8 +95,8 @@ class RecurrentMixer(Protocol):
     def sliced(self, ranks: int) -> Self | None:
         """Return the sizes of the slice that each of `ranks` ranks has; None if they cannot divide the mixer."""
 
-    def blocks(self, ranks: int) -> dict[str, tuple[Block, ...]]:
-        """Return the blocks of the sliced weights that have several, by role, for slices for `ranks` ranks."""
+    def blocks(self) -> dict[str, tuple[Block, ...]]:
+        """Return the blocks of the sliced weights that have several, by role."""
 
     def mixed(self, x: torch.Tensor, layer: MixerLayer) -> torch.Tensor:
         """Return the mixer's output for x [tokens, hidden], and update the states of its sequences. Of a slice: the

@@ -79,7 +79,7 @@ class GatedDeltaNet:
             return None
         return replace(self, key_heads=self.key_heads // ranks, value_heads=self.value_heads // ranks)
 
-    def blocks(self, ranks: int) -> dict[str, tuple[Block, ...]]:
+    def blocks(self) -> dict[str, tuple[Block, ...]]:
         """Return the blocks of the sliced weights that have several, by role: of queries, keys and values."""
         return dict.fromkeys(("delta_qkv", "conv"), (Block(self.keys), Block(self.keys), Block(self.values)))
 
@@ -147,7 +147,7 @@ class KimiDeltaAttention:
         """Return the sizes of the slice that each of `ranks` ranks has; None if they cannot divide the heads."""
         return None if self.heads % ranks else replace(self, heads=self.heads // ranks)
 
-    def blocks(self, ranks: int) -> dict[str, tuple[Block, ...]]:
+    def blocks(self) -> dict[str, tuple[Block, ...]]:
         """Return the blocks of the sliced weights that have several, by role: of queries, keys and values."""
         return {"conv": (Block(self.inner),) * 3}
 

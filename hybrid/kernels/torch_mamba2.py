@@ -12,7 +12,7 @@ from typing import ClassVar, Self
 import torch
 from torch.nn import functional as F
 
-from hybrid.kernels.recurrent import Block, MixerLayer, StateRows, padded, unsummed
+from hybrid.kernels.recurrent import Block, MixerLayer, StateRows, padded, sum_over_one_rank
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Mamba2:
             return replace(self, heads=self.heads // ranks, group_ranks=ranks)
         return replace(self, heads=self.heads // ranks, groups=self.groups // ranks)
 
-    def blocks(self, ranks: int) -> dict[str, tuple[Block, ...]]:
+    def blocks(self) -> dict[str, tuple[Block, ...]]:
         """Return the blocks of the sliced weights that have several, by role."""
         inner, shared = Block(self.inner), Block(self.groups * self.state_size, shared=self.groups == 1)
         channels = inner, shared, shared
@@ -144,7 +144,7 @@ def grouped_norm(
     groups: int,
     eps: float,
     ranks: int = 1,
-    summed: Callable[[torch.Tensor], torch.Tensor] = unsummed,
+    summed: Callable[[torch.Tensor], torch.Tensor] = sum_over_one_rank,
 ) -> torch.Tensor:
     """RMS norm of each group of x · silu(z).  x float32, z [tokens, size], weight [size]; None: no norm, and rounded at
     every step.  Returns z's dtype.

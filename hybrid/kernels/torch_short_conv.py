@@ -46,7 +46,7 @@ class ShortConv:
         """Return the sizes of the slice that each of `ranks` ranks has; None if they cannot divide the channels."""
         return None if self.channels % ranks else replace(self, channels=self.channels // ranks)
 
-    def blocks(self, ranks: int) -> dict[str, tuple[Block, ...]]:
+    def blocks(self) -> dict[str, tuple[Block, ...]]:
         """Return the blocks of the sliced weights that have several, by role: of both gates and the input."""
         return {"conv_in": (Block(self.channels),) * 3}
 

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from hybrid.kernels import require_contiguous
 from hybrid.kernels.kv_addresses import ALIGNMENT
-from hybrid.kernels.recurrent import Linear, unsummed
+from hybrid.kernels.recurrent import Linear, sum_over_one_rank
 from hybrid.kernels.torch_short_conv import ShortConv
 
 CHANNEL_BLOCK = 1024  # channels per program of a convolution
@@ -61,7 +61,7 @@ class KernelLayer:
     tables: StateTables
     eps: float
     factors: torch.Tensor | None = None
-    summed: Callable[[torch.Tensor], torch.Tensor] = unsummed
+    summed: Callable[[torch.Tensor], torch.Tensor] = sum_over_one_rank
 
     def convolved(self, x: torch.Tensor, gated: bool = False, silu: bool = True) -> torch.Tensor:
         """Return the causal convolution of each channel of x [tokens, channels] in x's dtype, and keep each sequence's

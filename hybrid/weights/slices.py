@@ -268,7 +268,7 @@ def slices_of(layout: DecoderLayout, shard: Shard, experts: Shard = WHOLE) -> di
     """
     slices = {}
     spec = layout.spec
-    blocks = {} if spec.recurrent is None else spec.recurrent.blocks(shard.size)
+    blocks = {} if spec.recurrent is None else spec.recurrent.blocks()
     by_layer = [(layout.outer, spec), *((layer, spec.of_layer(index)) for index, layer in enumerate(layout.layers))]
     for layer, of_layer in by_layer:
         for role, ref in layer.items():
