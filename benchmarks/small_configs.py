@@ -80,6 +80,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "longcat_flash": {"head_dim": 8},  # of the rotated part
     "mamba2": {"head_dim": 32},  # heads times their width is twice the hidden size
     "nemotron": {"num_key_value_heads": 2},  # none by default
+    "recurrent_gemma": {"num_hidden_layers": 3},  # its third layer is the first with attention
 }
 
 
