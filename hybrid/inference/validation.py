@@ -199,7 +199,7 @@ def invalid_deepspeed_moe(layers: dict[str, MoE], config: InferenceConfig) -> It
 
 
 def invalid_sharing(info: ModelInfo, config: InferenceConfig, size: int) -> Iterator[InvalidSetting]:
-    """Whether `size` ranks can share the model's weights. Raises ValueError if they cannot divide its heads."""
+    """Whether `size` ranks can share the model's weights. Raises ValueError if its heads or mixers do not divide."""
     model, reason = info.model, why_no_fused_slices(info, config)
     graphs = f"{size} ranks share the model's own modules ({reason}), which have no graphs; use false"
     yield unsupported(bool(reason) and config.enable_cuda_graph is True, "enable_cuda_graph", True, graphs)

@@ -1,7 +1,8 @@
 """Ranks of one host that compute together on GPUs: sums through memory that all of their devices have mapped.
 
-A decode step has two sums a layer, of a few rows each, whose time is latency: torch's symmetric memory adds them in one
-kernel over NVLink, also inside a CUDA graph. It has not run on a device yet; the code is tested with a substitute.
+A decode step has two or three sums a layer, of a few rows each, whose time is latency: torch's symmetric memory adds
+them in one kernel over NVLink, also inside a CUDA graph. It has not run on a device yet; the code is tested with a
+substitute.
 """
 
 import socket

@@ -84,25 +84,41 @@ def scanned(
     if norm is None:
         return out
     require_contiguous(z.device, dtype, norm)
-    if mixer.group_ranks > 1:  # the squares of a group's elements are on several ranks
-        mean = layer.summed(out.square().mean(-1, keepdim=True)) / mixer.group_ranks
-        return (norm * (out * torch.rsqrt(mean + layer.eps))).to(dtype)
+    squares = None
+    if mixer.group_ranks > 1:  # the only group's elements are on several ranks
+        squares = layer.summed(torch.linalg.vector_norm(out, dim=-1).square())
     normed, size = torch.empty(len(z), mixer.inner, dtype=dtype, device=z.device), mixer.inner // mixer.groups
     block = triton.next_power_of_2(size)
     _group_norm_kernel[(len(z), mixer.groups)](
-        out, norm, normed, layer.eps, SIZE=size, BLOCK=block, num_warps=8 if block > 4096 else 4
+        out,
+        norm,
+        normed,
+        out if squares is None else squares,
+        size * mixer.group_ranks,
+        layer.eps,
+        SIZE=size,
+        HAS_SQUARES=squares is not None,
+        BLOCK=block,
+        num_warps=8 if block > 4096 else 4,
     )
     return normed
 
 
 @triton.jit
-def _group_norm_kernel(x, norm, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """One program per token and group of SIZE elements: the RMS norm of x float32, rounded once."""
+def _group_norm_kernel(
+    x, norm, out, squares, count, eps, SIZE: tl.constexpr, HAS_SQUARES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program per token and group of SIZE elements: the RMS norm of x float32, rounded once.
+
+    HAS_SQUARES: of one group, of which `squares` [tokens] has the sum of the squares of all `count` elements, those of
+    other ranks included.
+    """
     group, element = tl.program_id(1), tl.arange(0, BLOCK)
     live = element < SIZE
     at = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + group) * SIZE + element
     values = tl.load(x + at, mask=live, other=0.0)
-    values = values / tl.sqrt(tl.sum(values * values, 0) / SIZE + eps)
+    total = tl.load(squares + tl.program_id(0)) if HAS_SQUARES else tl.sum(values * values, 0)
+    values = values / tl.sqrt(total / count + eps)
     weight = tl.load(norm + group * SIZE + element, mask=live, other=0.0).to(tl.float32)
     tl.store(out + at, (weight * values).to(out.dtype.element_ty), mask=live)
 

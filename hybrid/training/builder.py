@@ -108,7 +108,7 @@ class Builder:
         return self.stage == 3 and any(merges)
 
     def _tp_sizes(self) -> list[int]:
-        """Tensor-parallel sizes that divide the decoder's heads, or those of the model's own modules."""
+        """Tensor-parallel sizes that divide the decoder's heads and mixers, or the heads of the model's own modules."""
         if self.info.layout is not None:
             return decoder_sizes(self.info.layout.spec)
         attentions = () if self.info.tp_plan is None else self.info.tp_plan.attentions

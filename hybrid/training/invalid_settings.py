@@ -141,8 +141,8 @@ def invalid_for_model(
 ) -> Iterator[InvalidSetting]:
     """Yield the rows of both blocks for a model, before DeepSpeed has changed it.
 
-    Raises ValueError if `inference_tp_size` does not divide the attention heads that the model's family or `tp_plan`
-    gives.
+    Raises ValueError if `inference_tp_size` does not divide the heads that the model's family or `tp_plan` gives, or
+    its recurrent mixers.
     """
     size, pins, kind = settings.inference_tp_size, settings.pin_parameters, type(info.base).__name__
     ignored = ignored_adapters(info.model)
@@ -173,7 +173,7 @@ def invalid_for_model(
         recurrent = f"{kind} has recurrent layers, whose states do not go back to before a draft; leave it out"
         yield InvalidSetting(info.is_recurrent, "rollout.speculation", None, recurrent)
     if isinstance(size, int) and size > 1:
-        if info.layout is not None:
+        if info.layout is not None and rollout.containers != "native":
             require_decoder_divisible(size, info.layout.spec)
         for attention in () if info.tp_plan is None else info.tp_plan.attentions:
             require_divisible(size, attention.heads, attention.kv_heads)

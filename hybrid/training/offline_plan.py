@@ -20,6 +20,7 @@ from hybrid.config import HybridEngineConfig, RolloutConfig
 from hybrid.models.quantized import BLOCK_SIZE, Dequantized
 from hybrid.training.builder import Builder, Mode
 from hybrid.training.memory_plan import MemoryPlan, MemoryPlanner, bytes_at_rest
+from hybrid.weights.slices import require_decoder_divisible
 
 # Bytes for each trained parameter besides its weight: a gradient in the weight's dtype, and what AdamW keeps in float32
 # (its two moments, and a copy of weights that are not float32). ZeRO, Rajbhandari et al. 2020, section 3.1.
@@ -82,7 +83,8 @@ def offline_plan(
     device_memory: bytes of a rank's device. Training's share is taken off; "auto" chooses within the rest, or within
         `rollout.memory_limit` if that is less. It is needed if the settings are "auto".
     Starts a process group of its own: raises RuntimeError if this process already has one. Raises ValueError if
-    `inference_tp_size` does not fit the ranks, or the model's configuration is none of a causal language model.
+    `inference_tp_size` fits neither the ranks nor the model, or the model's configuration is none of a causal language
+    model.
     """
     with pretended_ranks(training.ranks), torch.no_grad():
         model = model_without_weights(config, training)
@@ -91,6 +93,9 @@ def offline_plan(
         builder = Builder(
             model, settings, rollout, training.zero_stage, lambda *_: nullcontext(), lambda _: None, lambda: ()
         )
+        size, layout = settings.inference_tp_size, builder.info.layout
+        if isinstance(size, int) and size > 1 and layout is not None:
+            require_decoder_divisible(size, layout.spec)
         PlannedParameter.planned_device = torch.device(training.device)
         try:
             return planned(builder, training, trained, rows, tokens, device_memory)

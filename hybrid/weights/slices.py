@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hybrid.kernels.recurrent import Block
-from hybrid.models.spec import DecoderLayout, DecoderSpec, ParamRef
+from hybrid.models.spec import ATTENTION, HYBRID, LATENT_ATTENTION, DecoderLayout, DecoderSpec, ParamRef
 from hybrid.models.tp_plan import TensorPlan
 from hybrid.weights.lora import LowRank
 
@@ -51,8 +51,8 @@ def decoder_sizes(spec: DecoderSpec) -> list[int]:
     mixer = spec.recurrent
     if mixer is None:
         return sizes_that_fit(spec.num_heads, *spec.kv_head_counts)
-    has_attention = any(layer.mixer != mixer.kind and layer.mixer for layer in spec.layers)
-    sizes = sizes_that_fit(spec.num_heads, *spec.kv_head_counts) if has_attention else range(1, spec.hidden_size + 1)
+    by_heads = has_attention(spec)
+    sizes = sizes_that_fit(spec.num_heads, *spec.kv_head_counts) if by_heads else range(1, spec.hidden_size + 1)
     return [n for n in sizes if mixer.sliced(n) is not None]
 
 
@@ -62,10 +62,16 @@ def require_decoder_divisible(size: int, spec: DecoderSpec, key: str = "hybrid_e
     if spec.recurrent is None:
         require_divisible(size, spec.num_heads, *spec.kv_head_counts, key=key)
     elif size not in fits:
+        heads = "attention heads and its " if has_attention(spec) else ""
         raise ValueError(
-            f"{key}: {size} given; the model's attention heads and its {spec.recurrent.kind}s can be shared out by "
+            f"{key}: {size} given; the model's {heads}{spec.recurrent.kind}s can be shared out by "
             f"{', '.join(map(str, fits))}"
         )
+
+
+def has_attention(spec: DecoderSpec) -> bool:
+    """Whether a layer has attention."""
+    return any(layer.mixer in (ATTENTION, LATENT_ATTENTION, HYBRID) for layer in spec.layers)
 
 
 def shard_spec(spec: DecoderSpec, shard: Shard) -> DecoderSpec:

@@ -108,8 +108,10 @@ class Snapshot:
         self.slices, self.decoder_only = slices or {}, decoder_only
         self.device = torch.device(get_accelerator().current_device_name())
         self.sources = joined_sources(joined, self.adapted)
-        self.joined = JoinedBuffers(refs for refs in joined if self.sources.keys() >= set(refs))
         self.kept = self._kept_slices()
+        self.joined = JoinedBuffers(
+            refs for refs in joined if self.sources.keys() >= set(refs) and self._are_copied_alike(refs)
+        )
         self.merged_over = {} if keeps_base else self._copies_to_merge_over()
         self.parts: dict[Owner, dict[tuple, nn.Parameter | None]] = {}  # the kept slices, by `Slice.key`
         self.factors: dict[AdaptedModule, dict[tuple, list[LowRank]]] = {}  # sliced unmerged factors, by `Slice.key`
@@ -358,6 +360,10 @@ class Snapshot:
     def _is_copied(self, param: nn.Parameter) -> bool:
         """Whether a parameter is copied: else none of it is kept, or the model's own is used."""
         return param in self.kept and (must_copy(param) or not self._is_copied_whole(param))
+
+    def _are_copied_alike(self, refs: Iterable[ParamRef]) -> bool:
+        """Whether all of the weights at `refs` are copied, or none: others do not lie in one buffer."""
+        return not self.slices or len({self._is_copied(self.sources[ref][1]) for ref in refs}) == 1
 
     def _is_copied_whole(self, owner: Owner) -> bool:
         """Whether one copy is kept of `owner`, which is all of it."""

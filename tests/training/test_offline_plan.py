@@ -66,6 +66,15 @@ def test_the_plan_is_the_engines(ranks, family, lora_rank, stage):
     ranks.run(check_equal, family, lora_rank, stage)
 
 
+@pytest.mark.parametrize(("family", "ranks"), [("qwen3_5_text", 4), ("llama", 3)])
+def test_heads_that_the_ranks_cannot_divide_are_refused(family, ranks):
+    training = Training(ranks, device="cpu")
+    settings = {"enabled": True, "inference_tp_size": ranks}
+    message = f"ValueError: hybrid_engine.inference_tp_size: {ranks} given; the model's .* can be shared out by 1, 2"
+    with pytest.raises(AssertionError, match=message):  # of the process that plans
+        offline(tiny_model(family).config, training, settings)
+
+
 def test_the_optimizer_takes_what_the_zero_paper_says():
     """ZeRO's table 1: 7.5 B parameters on 64 ranks take 120 GB without it, and 31.4, 16.6 and 1.9 GB at its stages,
     weights included (2 bytes each, partitioned at stage 3)."""

@@ -356,6 +356,10 @@ def check_heads_that_ranks_cannot_divide() -> None:
     message = "inference_tp_size: 2 given; the model's attention heads and its gated delta nets can be shared out by 1"
     with pytest.raises(ValueError, match=message):
         engine_of(model, settings(3, hybrid_engine=SLICED))
+    engine_of(model, settings(3, hybrid_engine=SLICED, rollout={"containers": "native"})).destroy()
+    alone = tiny_model(ALONE, n_groups=1, num_heads=1, head_dim=64)
+    with pytest.raises(ValueError, match="2 given; the model's Mamba 2 mixers can be shared out by 1$"):
+        engine_of(alone, settings(3, hybrid_engine=SLICED))
 
 
 def test_heads_that_ranks_cannot_divide_are_refused(ranks):

@@ -1,5 +1,6 @@
 """Joined matrices (q, k, v; gate, up) are gathered and merged into one buffer, without a second copy."""
 
+import contextlib
 from unittest import mock
 
 import deepspeed
@@ -8,12 +9,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hybrid.decoders.decoder_weights import DecoderWeights, MetaWeights
 from hybrid.decoders.torch_decoder import TorchDecoder
+from hybrid.decoders.tp_decoder import ShardedDecoder
+from hybrid.models.model_info import ModelInfo
 from hybrid.models.reader import read_decoder
+from hybrid.runtime.parallel import InferenceGroup
 from hybrid.weights import gather, lora
 from hybrid.weights.gather import AsyncAllGather, whole_in
-from hybrid.weights.joined import empty_rows, joined_view
+from hybrid.weights.joined import empty_rows, joined_refs, joined_view
 from hybrid.weights.lora import merged_weight, read_adapters
+from hybrid.weights.model_weights import read_weights
+from hybrid.weights.slices import Shard, slices_of
+from hybrid.weights.snapshot import Snapshot
 from tests.engines import engine_of, settings, train_step
 from tests.marks import slow_but
 from tests.tiny_models import prompts, tiny_model, with_chat_lora, with_peft
@@ -144,6 +152,25 @@ def check_staging() -> None:
 
 def test_all_gather_padding_does_not_overwrite_joined_buffers(ranks):
     ranks.run(check_staging)
+
+
+@pytest.mark.parametrize("family", ["kimi_linear", "qwen3_5_text"])
+def test_the_plan_of_slices_beside_whole_matrices_is_what_is_held(family):
+    """Of whole weights a rank reads in place what it does not slice: that lies in no buffer beside slices, and the
+    decoder makes a copy of both."""
+    info, shard = ModelInfo(tiny_model(family)), Shard(2, 0)
+    layout, weights = info.layout, read_weights(info, layers_per_group=2)
+    snapshot = Snapshot(weights, slices_of(layout, shard), decoder_only=True, joined=joined_refs(layout))
+    group = InferenceGroup(2, connected=False)
+    planned = ShardedDecoder(layout, MetaWeights(layout, snapshot), group)
+    planned.bind()
+    snapshot.refresh(lambda name: contextlib.nullcontext(), adapters=True)
+    kept = [part for parts in snapshot.parts.values() for part in parts.values() if part is not None]
+    storages = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in kept}
+    assert snapshot.planned()[0] == snapshot.nbytes() == sum(storages.values())
+    decoder = ShardedDecoder(layout, DecoderWeights(layout, snapshot, adapters=True), group)
+    decoder.bind()
+    assert decoder.nbytes() == planned.nbytes()
 
 
 def test_as_one_joins_adjacent_views():
