@@ -12,6 +12,7 @@ NAMES = (
     "pinned, LoRA unmerged",
     "pinned, native",
     "tensor parallel, native",
+    "streaming, native",
     "GatheredParameters(all) + Hugging Face",
     "ZeRO-3 that keeps all + Hugging Face",
     "plain ZeRO-3 Hugging Face",
@@ -25,7 +26,7 @@ def test_every_contender_has_a_row(measure):
     rows = {name: cells for name, *cells in (line.strip("| ").split(" | ") for line in table_of(printed))}
     assert tuple(rows) == NAMES, printed[-4000:]
     gathered = {name: int(cells[2]) for name, cells in rows.items() if cells[2] != "–"}
-    assert list(gathered) == list(NAMES[:7])
+    assert list(gathered) == list(NAMES[:8])
     assert gathered["streaming"] == 3 * gathered["pinned"] or gathered["pinned"] <= 1  # MiB are rounded
     assert result["command"].endswith(f"torchrun --nproc_per_node=2 -m benchmarks.modes {flags}")
     assert all(len(way["switch_s"]) == len(way["rollout_s"]) == 2 for way in result["results"].values())

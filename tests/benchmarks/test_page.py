@@ -61,7 +61,7 @@ def latencies(tokens_per_s: float) -> dict:
 
 
 CASE = rollout("120M bf16 b64", 400, hybrid=[2.0, 1.0, 4.0], hf=[8.0], vllm=[3.0])
-MODES = {"sequences": 4, "new_tokens": 10, "prompt_length": 5, "rounds": 1, "dtype": "f32"}
+MODES = {"sequences": 4, "new_tokens": 10, "prompt_length": 5, "rounds": 1, "dtype": "f32", "shape": "10M"}
 RANK = {"seconds": {"rollout": 2.0, "train": 3.0}, "tokens": 50, "planned": 2**20, "measured": 2**21}
 TURNS = {"title": "turns", "unit": "s", "more_is_better": False, "share_of": "computed"}
 GPU_ROW = {

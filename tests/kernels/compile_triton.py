@@ -276,6 +276,7 @@ def launch_recurrent(dtype: torch.dtype) -> None:
         (kimi_delta, KimiDeltaAttention(32, 128, 4)),
         (mamba2, Mamba2(64, 64, 8, 128, 4)),
         (mamba2, Mamba2(48, 64, 1, 256, 4)),
+        (mamba2, Mamba2(24, 64, 1, 256, 4, group_ranks=2)),  # of two ranks
         (short_conv, ShortConv(2048, 3)),
     ]
     for decoding, (kernels, mixer) in itertools.product((False, True), mixers):
