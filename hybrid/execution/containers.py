@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,8 +37,14 @@ class Forward:
         self.container, self.original = container, original
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch 2.13 does not annotate it
-    @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        part, executor = self.container.part, self.container.executor
+        if executor.forward_thread == threading.get_ident() and part.kind != "model":
+            return self.container.run_inner(self.original, args, kwargs)
+        return self._outermost(args, kwargs)
+
+    @torch.no_grad()
+    def _outermost(self, args: tuple, kwargs: dict) -> Any:
         part, executor, window = self.container.part, self.container.executor, self.container.window
         with executor.lock.call():
             if part.kind == "model":
@@ -103,8 +110,18 @@ class NativeContainer:
     def run(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """Return the module's output, inside a request."""
         forward = self.window.forward_of(self.part.module, original)
-        with self.window.adapters_matched():
-            return self.executor.native(self.part.module, functools.partial(forward, *args, **kwargs))
+        executor, outer = self.executor, self.executor.forward_thread
+        executor.forward_thread = threading.get_ident()
+        try:
+            with self.window.adapters_matched():
+                return executor.native(self.part.module, functools.partial(forward, *args, **kwargs))
+        finally:
+            executor.forward_thread = outer
+
+    def run_inner(self, original: Callable, args: tuple, kwargs: dict) -> Any:
+        """Return the module's output within `run` of a container around it."""
+        forward = self.window.forward_of(self.part.module, original)
+        return self.executor.native(self.part.module, functools.partial(forward, *args, **kwargs))
 
     def uninstall(self) -> None:
         """Restore the module's forward; does nothing if it was not replaced."""

@@ -49,6 +49,7 @@ class Executor:
     """
 
     inside = False  # a request is running: forwards of the model are part of it
+    forward_thread: int | None = None  # in which a container runs the model's own forward: the lock is held there
     state: Any = None  # what a Task runs on
     exchanges_tasks = False  # ranks run each other's work, so it must not have user code
     is_joint = False  # other ranks make the same request, and its forwards have collectives

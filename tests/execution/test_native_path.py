@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hybrid
+from hybrid.runtime.call_lock import CallLock
 from tests.engines import engine_of, settings
 from tests.marks import slow_but
 from tests.tiny_models import prompts, tiny_model, twin, with_peft
@@ -150,3 +151,22 @@ def check_prefill_logits() -> None:
 
 def test_prefill_computes_logits_of_the_last_token_only(ranks):
     ranks.run(check_prefill_logits)
+
+
+def check_lock() -> None:
+    """A decode step enters the engine's lock once, however many layers have a container inside the model's."""
+    entered, call = [], CallLock.call
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CallLock, "call", lambda lock: (entered.append(lock), call(lock))[1])
+        counts = []
+        for layers in (2, 6):
+            engine = engine_of(tiny_model("llama", num_hidden_layers=layers), settings(3, rollout=NATIVE))
+            ids, mask = prompts(2, 7, padded=True)
+            entered.clear()
+            engine.rollout(ids, mask, hybrid.SamplingParams(max_new_tokens=6))
+            counts.append(len(entered))
+    assert counts[0] == counts[1] <= 1 + 6 + 1, counts
+
+
+def test_layers_within_a_forward_do_not_enter_the_lock_again(ranks):
+    ranks.run(check_lock)
