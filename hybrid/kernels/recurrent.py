@@ -10,7 +10,7 @@ from torch.nn import functional as F
 Linear = Callable[[str, torch.Tensor], torch.Tensor]  # (role or name of JOINED, x [tokens, in]) -> [tokens, out]
 
 
-class Block(NamedTuple):
+class WeightPart(NamedTuple):
     """Consecutive rows of a weight, or channels of a convolution, that ranks divide.
 
     size: over all ranks.  shared: every rank has all of them.
@@ -95,8 +95,8 @@ class RecurrentMixer(Protocol):
     def sliced(self, ranks: int) -> Self | None:
         """Return the sizes of the slice that each of `ranks` ranks has; None if they cannot divide the mixer."""
 
-    def blocks(self) -> dict[str, tuple[Block, ...]]:
-        """Return the blocks of the sliced weights that have several, by role."""
+    def weight_parts(self) -> dict[str, tuple[WeightPart, ...]]:
+        """Return the parts of the sliced weights that have several, by role."""
 
     def mixed(self, x: torch.Tensor, layer: MixerLayer) -> torch.Tensor:
         """Return the mixer's output for x [tokens, hidden], and update the states of its sequences. Of a slice: the

@@ -13,7 +13,7 @@ from typing import ClassVar, Self
 import torch
 from torch.nn import functional as F
 
-from hybrid.kernels.recurrent import Block, MixerLayer, StateRows, padded
+from hybrid.kernels.recurrent import MixerLayer, StateRows, WeightPart, padded
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,11 @@ class GatedDeltaNet:
             return None
         return replace(self, key_heads=self.key_heads // ranks, value_heads=self.value_heads // ranks)
 
-    def blocks(self) -> dict[str, tuple[Block, ...]]:
-        """Return the blocks of the sliced weights that have several, by role: of queries, keys and values."""
-        return dict.fromkeys(("delta_qkv", "conv"), (Block(self.keys), Block(self.keys), Block(self.values)))
+    def weight_parts(self) -> dict[str, tuple[WeightPart, ...]]:
+        """Return the parts of the sliced weights that have several, by role: of queries, keys and values."""
+        return dict.fromkeys(
+            ("delta_qkv", "conv"), (WeightPart(self.keys), WeightPart(self.keys), WeightPart(self.values))
+        )
 
     def mixed(self, x: torch.Tensor, layer: MixerLayer) -> torch.Tensor:
         """Return the mixer's output for x [tokens, hidden], and update the states of its sequences."""
@@ -147,9 +149,9 @@ class KimiDeltaAttention:
         """Return the sizes of the slice that each of `ranks` ranks has; None if they cannot divide the heads."""
         return None if self.heads % ranks else replace(self, heads=self.heads // ranks)
 
-    def blocks(self) -> dict[str, tuple[Block, ...]]:
-        """Return the blocks of the sliced weights that have several, by role: of queries, keys and values."""
-        return {"conv": (Block(self.inner),) * 3}
+    def weight_parts(self) -> dict[str, tuple[WeightPart, ...]]:
+        """Return the parts of the sliced weights that have several, by role: of queries, keys and values."""
+        return {"conv": (WeightPart(self.inner),) * 3}
 
     def mixed(self, x: torch.Tensor, layer: MixerLayer) -> torch.Tensor:
         """Return the mixer's output for x [tokens, hidden], and update the states of its sequences."""

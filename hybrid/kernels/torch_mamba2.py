@@ -12,7 +12,7 @@ from typing import ClassVar, Self
 import torch
 from torch.nn import functional as F
 
-from hybrid.kernels.recurrent import Block, MixerLayer, StateRows, padded, sum_over_one_rank
+from hybrid.kernels.recurrent import MixerLayer, StateRows, WeightPart, padded, sum_over_one_rank
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ class Mamba2:
             return replace(self, heads=self.heads // ranks, group_ranks=ranks)
         return replace(self, heads=self.heads // ranks, groups=self.groups // ranks)
 
-    def blocks(self) -> dict[str, tuple[Block, ...]]:
-        """Return the blocks of the sliced weights that have several, by role."""
-        inner, shared = Block(self.inner), Block(self.groups * self.state_size, shared=self.groups == 1)
+    def weight_parts(self) -> dict[str, tuple[WeightPart, ...]]:
+        """Return the parts of the sliced weights that have several, by role."""
+        inner, shared = WeightPart(self.inner), WeightPart(self.groups * self.state_size, shared=self.groups == 1)
         channels = inner, shared, shared
-        return {"mamba_in": (inner, *channels, Block(self.heads)), "conv": channels}
+        return {"mamba_in": (inner, *channels, WeightPart(self.heads)), "conv": channels}
 
     def factors(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
         """Return `multipliers` for each row of the projection, rounded, as Hugging Face's buffer; None if all are 1."""

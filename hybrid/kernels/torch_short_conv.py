@@ -10,7 +10,7 @@ from typing import ClassVar, Self
 
 import torch
 
-from hybrid.kernels.recurrent import Block, MixerLayer
+from hybrid.kernels.recurrent import MixerLayer, WeightPart
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class ShortConv:
         """Return the sizes of the slice that each of `ranks` ranks has; None if they cannot divide the channels."""
         return None if self.channels % ranks else replace(self, channels=self.channels // ranks)
 
-    def blocks(self) -> dict[str, tuple[Block, ...]]:
-        """Return the blocks of the sliced weights that have several, by role: of both gates and the input."""
-        return {"conv_in": (Block(self.channels),) * 3}
+    def weight_parts(self) -> dict[str, tuple[WeightPart, ...]]:
+        """Return the parts of the sliced weights that have several, by role: of both gates and the input."""
+        return {"conv_in": (WeightPart(self.channels),) * 3}
 
     def mixed(self, x: torch.Tensor, layer: MixerLayer) -> torch.Tensor:
         """Return the mixer's output for x [tokens, hidden], and update the states of its sequences."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hybrid.kernels.recurrent import Block
+from hybrid.kernels.recurrent import WeightPart
 from hybrid.models.spec import ATTENTION, HYBRID, LATENT_ATTENTION, DecoderLayout, DecoderSpec, ParamRef
 from hybrid.models.tp_plan import TensorPlan
 from hybrid.weights.lora import LowRank
@@ -128,7 +128,7 @@ ROLE_CUTS = {
     **dict.fromkeys(("k", "v", "k_norm"), "kv"),
     **dict.fromkeys(("o", "down", "experts_down", "shared_down"), "columns"),
     "experts_gate_up": "halves",
-    # Of recurrent mixers, by their heads or channels: `RecurrentMixer.blocks`.
+    # Of recurrent mixers, by their heads or channels: `RecurrentMixer.weight_parts`.
     **dict.fromkeys(("delta_qkv", "delta_q", "delta_k", "delta_v", "delta_z", "delta_b", "delta_a"), "rows"),
     **dict.fromkeys(("delta_forget_b", "delta_z_b", "dt_bias", "a_log"), "rows"),
     **dict.fromkeys(("mamba_in", "skip", "mamba_norm", "conv_in"), "rows"),
@@ -157,14 +157,14 @@ class SliceSpec:
 
     kind: a value of `TPModule.cuts`.  kv_heads: over all ranks, for the kind "kv".
     experts: the rank's experts, if a leading experts dimension is divided too.
-    blocks: of the dimension that is cut, each of which is divided over the ranks; (): it is one block.
+    weight_parts: of the dimension that is cut, each of which is divided over the ranks; (): it is one part.
     """
 
     kind: str
     shard: Shard
     kv_heads: int = 0
     experts: Shard = WHOLE
-    blocks: tuple[Block, ...] = ()
+    weight_parts: tuple[WeightPart, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.kind in ("rows", "columns", "halves", "kv", "once"), f"{self.kind!r} is not a cut"
@@ -188,9 +188,9 @@ class SliceSpec:
             return [(tensor, tensor.shape[dim])] if self.keeps_all else []
         if self.kind == "kv" and self.kv_heads < shard.size:  # ranks share heads
             shard = Shard(self.kv_heads, shard.index * self.kv_heads // shard.size)
-        if self.blocks:
-            blocks = tensor.split([block.size for block in self.blocks], dim)
-            shards = [WHOLE if block.shared else shard for block in self.blocks]
+        if self.weight_parts:
+            blocks = tensor.split([part.size for part in self.weight_parts], dim)
+            shards = [WHOLE if part.shared else shard for part in self.weight_parts]
         else:
             blocks = tensor.chunk(2, dim) if self.kind == "halves" else (tensor,)  # gate and up
             shards = [shard] * len(blocks)
@@ -274,7 +274,7 @@ def slices_of(layout: DecoderLayout, shard: Shard, experts: Shard = WHOLE) -> di
     """
     slices = {}
     spec = layout.spec
-    blocks = {} if spec.recurrent is None else spec.recurrent.blocks()
+    parts = {} if spec.recurrent is None else spec.recurrent.weight_parts()
     by_layer = [(layout.outer, spec), *((layer, spec.of_layer(index)) for index, layer in enumerate(layout.layers))]
     for layer, of_layer in by_layer:
         for role, ref in layer.items():
@@ -282,7 +282,7 @@ def slices_of(layout: DecoderLayout, shard: Shard, experts: Shard = WHOLE) -> di
             divided = experts if role.startswith("experts_") else WHOLE
             key = ("vocabulary" if role in VOCABULARY else role, ref.select)
             name, _, suffix = role.partition(".")
-            more = of_layer.num_kv_heads, divided, blocks.get(name, ())
+            more = of_layer.num_kv_heads, divided, parts.get(name, ())
             cut = None if kind is None else SliceSpec(kind, shard, *more)
             row_parallel = name in SUMMED and name != "experts_down" and suffix == "weight"
             slices[ref] = Slice(ref, key, cut, row_parallel)
