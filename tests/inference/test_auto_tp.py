@@ -8,26 +8,20 @@ from transformers import LlamaConfig, PreTrainedModel
 import hybrid
 from tests.execution.test_native_tensor_parallel import FAMILIES
 from tests.marks import slow_but
-from tests.tiny_models import SIZES, prompts, tiny_model, twin
+from tests.tiny_models import prompts, tiny_model, twin
 
 IDS, MASK = prompts(3, 7, padded=True)
 SETTINGS = {"dtype": torch.float32, "tp": {"tp_size": 2}}
-HYBRID_SIZES = {**SIZES, "num_hidden_layers": 2}
-MAMBA = {"mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
-SSM = {"head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8}
-# Decoders without a tp_plan.
+# Decoders without a tp_plan, of none of our families.
 NAMED = {
     "xglm": {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64, "vocab_size": 97},
     "biogpt": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64},
-    # A part of each layer is replicated: codegen's attention, the others' recurrences and convolutions.
+    # A part of each layer is replicated: its attention.
     "codegen": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4},
-    "falcon_h1": {**HYBRID_SIZES, "mamba_d_ssm": 32, "mamba_n_heads": 4, **MAMBA},
-    "bamba": {**HYBRID_SIZES, "attn_layer_indices": [1], "mamba_n_heads": 8, **MAMBA},
-    "lfm2": {**HYBRID_SIZES, "layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
 }
 # Models in which no layer is known to be sliceable.
 REPLICATED = {
-    "mamba2": {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 8, **SSM},
+    "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
 }
 
 
@@ -98,7 +92,7 @@ def check_named(name: str, folder: str) -> None:
     check_auto_tp(model_without_plan(name), folder, "the names of its layers' projections")
 
 
-@pytest.mark.parametrize("name", slow_but(["xglm", "codegen", "falcon_h1"], NAMED))
+@pytest.mark.parametrize("name", slow_but(["xglm", "codegen"], NAMED))
 def test_models_without_a_tp_plan_are_sliced_by_layer_names(ranks, tmp_path, name):
     model_without_plan(name).save_pretrained(tmp_path)
     ranks.run(check_named, name, str(tmp_path))
@@ -189,9 +183,13 @@ def check_heads_that_do_not_divide() -> None:
     odd = tiny_model("cohere", sizes={**FAMILIES["cohere"], "num_attention_heads": 3, "num_key_value_heads": 3})
     with pytest.raises(ValueError, match="tensor_parallel.tp_size: 2 given; the model's 3 attention heads"):
         hybrid.init_inference(odd, **SETTINGS)
-    odd = tiny_model("falcon_h1", sizes={**NAMED["falcon_h1"], "num_key_value_heads": 1})
-    with pytest.raises(ValueError, match="tp_size: 2 given; it must divide the 1 heads of .*k_proj"):
+    odd = tiny_model("biogpt", sizes={**NAMED["biogpt"], "hidden_size": 36, "num_attention_heads": 3})
+    with pytest.raises(ValueError, match="tp_size: 2 given; it must divide num_heads=3 of BioGptAttention"):
         hybrid.init_inference(odd, **SETTINGS)
+    odd = tiny_model("falcon_h1", num_key_value_heads=1)
+    policy = {type(odd.model.layers[0]): ("self_attn.o_proj", "feed_forward.down_proj")}
+    with pytest.raises(ValueError, match="tp_size: 2 given; it must divide the 1 heads of .*k_proj"):
+        hybrid.init_inference(odd, injection_policy=policy, **SETTINGS)
 
 
 def test_heads_that_tp_size_does_not_divide_raise(ranks):
