@@ -25,7 +25,7 @@ SHAPES = {
 }
 
 
-RECURRENT = {  # of 9M parameters: three gated delta nets for each attention, as in the released models
+RECURRENT = {  # of 11M parameters: three gated delta nets for each attention, as in the released models
     "qwen3_5": {
         "vocab_size": 4096,
         "hidden_size": 256,

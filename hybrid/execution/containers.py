@@ -109,12 +109,11 @@ class NativeContainer:
 
     def run(self, original: Callable, args: tuple, kwargs: dict) -> Any:
         """Return the module's output, inside a request."""
-        forward = self.window.forward_of(self.part.module, original)
         executor, outer = self.executor, self.executor.forward_thread
         executor.forward_thread = threading.get_ident()
         try:
             with self.window.adapters_matched():
-                return executor.native(self.part.module, functools.partial(forward, *args, **kwargs))
+                return self.run_inner(original, args, kwargs)
         finally:
             executor.forward_thread = outer
 

@@ -172,11 +172,17 @@ def invalid_for_model(
         yield from without_decoder(info, rollout, "rollout.speculation", None, "verify drafts", "leave it out")
         recurrent = f"{kind} has recurrent layers, whose states do not go back to before a draft; leave it out"
         yield InvalidSetting(info.is_recurrent, "rollout.speculation", None, recurrent)
+    require_decoder_slices(info, settings, rollout)
     if isinstance(size, int) and size > 1:
-        if info.layout is not None and rollout.containers != "native":
-            require_decoder_divisible(size, info.layout.spec)
         for attention in () if info.tp_plan is None else info.tp_plan.attentions:
             require_divisible(size, attention.heads, attention.kv_heads)
+
+
+def require_decoder_slices(info: ModelInfo, settings: HybridEngineConfig, rollout: RolloutConfig) -> None:
+    """Raise ValueError if rollouts run in a fused decoder that `inference_tp_size` ranks cannot divide."""
+    size = settings.inference_tp_size
+    if isinstance(size, int) and size > 1 and info.layout is not None and rollout.containers != "native":
+        require_decoder_divisible(size, info.layout.spec)
 
 
 def invalid_attention(info: ModelInfo, rollout: RolloutConfig) -> Iterator[InvalidSetting]:

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from hybrid.config import HybridEngineConfig, RolloutConfig
 from hybrid.models.quantized import BLOCK_SIZE, Dequantized
 from hybrid.training.builder import Builder, Mode
+from hybrid.training.invalid_settings import require_decoder_slices
 from hybrid.training.memory_plan import MemoryPlan, MemoryPlanner, bytes_at_rest
-from hybrid.weights.slices import require_decoder_divisible
 
 # Bytes for each trained parameter besides its weight: a gradient in the weight's dtype, and what AdamW keeps in float32
 # (its two moments, and a copy of weights that are not float32). ZeRO, Rajbhandari et al. 2020, section 3.1.
@@ -93,9 +93,7 @@ def offline_plan(
         builder = Builder(
             model, settings, rollout, training.zero_stage, lambda *_: nullcontext(), lambda _: None, lambda: ()
         )
-        size, layout = settings.inference_tp_size, builder.info.layout
-        if isinstance(size, int) and size > 1 and layout is not None:
-            require_decoder_divisible(size, layout.spec)
+        require_decoder_slices(builder.info, settings, rollout)
         PlannedParameter.planned_device = torch.device(training.device)
         try:
             return planned(builder, training, trained, rows, tokens, device_memory)

@@ -58,10 +58,9 @@ def decoder_sizes(spec: DecoderSpec) -> list[int]:
 
 def require_decoder_divisible(size: int, spec: DecoderSpec, key: str = "hybrid_engine.inference_tp_size") -> None:
     """Raise ValueError if a decoder cannot be divided over `size` ranks.  key: the setting that the error names."""
-    fits = decoder_sizes(spec)
     if spec.recurrent is None:
         require_divisible(size, spec.num_heads, *spec.kv_head_counts, key=key)
-    elif size not in fits:
+    elif size not in (fits := decoder_sizes(spec)):
         heads = "attention heads and its " if has_attention(spec) else ""
         raise ValueError(
             f"{key}: {size} given; the model's {heads}{spec.recurrent.kind}s can be shared out by "

@@ -17,17 +17,17 @@ import pickle, sys
 import torch
 from hybrid.config import HybridEngineConfig, RolloutConfig
 from hybrid.training.offline_plan import Training, offline_plan
-config, training, settings = pickle.load(sys.stdin.buffer)
-plan = offline_plan(config, training, HybridEngineConfig(**settings), RolloutConfig(), 3, 24)
+config, training, settings, rollout = pickle.load(sys.stdin.buffer)
+plan = offline_plan(config, training, HybridEngineConfig(**settings), RolloutConfig(**rollout), 3, 24)
 sys.stdout.buffer.write(b"plan:" + pickle.dumps((plan.plan.needs, plan.fallback_reason)))
 """
 
 
-def offline(config, training: Training, settings: dict):
+def offline(config, training: Training, settings: dict, **rollout):
     """Needs by mode, and the fallback reason, of an offline plan, made in a process that has no process group."""
     done = subprocess.run(
         [sys.executable, "-c", PLANNING],
-        input=pickle.dumps((config, training, settings)),
+        input=pickle.dumps((config, training, settings, rollout)),
         capture_output=True,
         timeout=300,
     )
@@ -73,6 +73,13 @@ def test_heads_that_the_ranks_cannot_divide_are_refused(family, ranks):
     message = f"ValueError: hybrid_engine.inference_tp_size: {ranks} given; the model's .* can be shared out by 1, 2"
     with pytest.raises(AssertionError, match=message):  # of the process that plans
         offline(tiny_model(family).config, training, settings)
+
+
+def test_a_plan_of_native_layers_takes_a_size_that_the_decoder_cannot_be_divided_by():
+    """As the engine does: no decoder is sliced."""
+    config, settings = tiny_model("qwen3_5_text").config, {"enabled": True, "inference_tp_size": 4}
+    _, reason = offline(config, Training(4, device="cpu"), settings, containers="native")
+    assert reason == "rollout.containers=native"
 
 
 def test_the_optimizer_takes_what_the_zero_paper_says():

@@ -156,8 +156,8 @@ def test_all_gather_padding_does_not_overwrite_joined_buffers(ranks):
 
 @pytest.mark.parametrize("family", ["kimi_linear", "qwen3_5_text"])
 def test_the_plan_of_slices_beside_whole_matrices_is_what_is_held(family):
-    """Of whole weights a rank reads in place what it does not slice: that lies in no buffer beside slices, and the
-    decoder makes a copy of both."""
+    """At ZeRO 0 a matrix without a slice is read in place. It is not part of a joined buffer; the decoder copies it
+    together with the slices that it reads in the same product."""
     info, shard = ModelInfo(tiny_model(family)), Shard(2, 0)
     layout, weights = info.layout, read_weights(info, layers_per_group=2)
     snapshot = Snapshot(weights, slices_of(layout, shard), decoder_only=True, joined=joined_refs(layout))
