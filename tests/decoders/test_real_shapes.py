@@ -7,6 +7,7 @@ import pytest
 
 from tests.decoders import test_cpu_decoder, test_torch_decoder
 from tests.decoders.test_recurrent_mixers import DTYPES, require_as_exact
+from tests.decoders.test_sharded_decoder import require_exact_slices
 from tests.decoders.test_torch_decoder import Run, hugging_face, require_equal_in_rounding, sequences
 from tests.marks import slow_but
 from tests.tiny_models import VOCABULARY, tiny_model
@@ -248,3 +249,10 @@ RECURRENT_SHAPES = {
 def test_recurrent_models_are_as_exact_as_hugging_face(shape, dtype):
     family, sizes = RECURRENT_SHAPES[shape]
     require_as_exact(tiny_model(family, sizes=sizes, seed=1).to(dtype).eval(), (20, 7))
+
+
+@pytest.mark.parametrize("shape", slow_but(["LFM2-1.2B"], RECURRENT_SHAPES))
+def test_slices_of_recurrent_mixers_are_as_exact_as_whole_ones(shape):
+    """At two ranks, in float32, against float64."""
+    family, sizes = RECURRENT_SHAPES[shape]
+    require_exact_slices(tiny_model(family, sizes={**sizes, "max_position_embeddings": 128}).eval(), (2,))
