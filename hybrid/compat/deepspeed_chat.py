@@ -22,6 +22,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 import transformers.modeling_utils
 from deepspeed.runtime.engine import DeepSpeedEngine
 from transformers import LlamaTokenizer, initialization
@@ -125,6 +126,8 @@ def main() -> None:
     init_single_process_group()
     with installed():
         runpy.run_path(sys.argv[0], run_name="__main__")
+    if dist.is_initialized():  # the three scripts do not; gloo's threads can then abort the exit (pytorch#190489)
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

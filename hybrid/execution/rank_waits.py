@@ -14,6 +14,7 @@ from deepspeed.utils import logger
 from torch.distributed import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
+from hybrid.runtime import at_exit
 from hybrid.runtime.call_lock import CallLock
 from hybrid.runtime.messages import shortened
 from hybrid.runtime.parallel import InferenceGroup, rank, world_size
@@ -45,7 +46,9 @@ class RankWaits:
         self.purpose = ""  # as published
         self.wait: Wait | None = None
         self.since = self.report_at_s = 0.0
-        threading.Thread(target=watch_waits, args=(weakref.ref(self), self.closed), daemon=True).start()
+        self.thread = threading.Thread(target=watch_waits, args=(weakref.ref(self), self.closed), daemon=True)
+        self.thread.start()
+        at_exit.OWNERS.add(self)
 
     def built(self, groups: Callable[[], Iterable[InferenceGroup]]) -> None:
         """Note that the engine is built: from now on its user is the thread that holds the lock.
@@ -55,8 +58,8 @@ class RankWaits:
         """
         self.builder, self.groups = None, weakref.WeakMethod(groups)
 
-    def close(self) -> None:
-        """End the thread that looks."""
+    def stop(self) -> None:
+        """Ask the thread that looks to end."""
         self.closed.set()
 
     def look(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from transformers.generation.streamers import BaseStreamer
 
+from hybrid.runtime import at_exit
 from hybrid.runtime.background_loop import in_thread
 from hybrid.runtime.call_lock import CallLock, select_device
 from hybrid.runtime.interrupts import INTERRUPTS
@@ -47,14 +48,15 @@ class Stream(Generic[Item]):
         self._closed = threading.Event()
         self._output: Any = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._call, name="hybrid-stream", daemon=True)
+        self.thread = threading.Thread(target=self._call, name="hybrid-stream", daemon=True)
         lock.__enter__()
         try:
-            lock.hand_over(self._thread, refusal)
-            self._thread.start()
+            lock.hand_over(self.thread, refusal)
+            self.thread.start()
         except BaseException:
             lock.__exit__()
             raise
+        at_exit.OWNERS.add(self)
 
     def _call(self) -> None:
         try:
@@ -100,14 +102,14 @@ class Stream(Generic[Item]):
 
     def output(self) -> Any:
         """Return the call's result, once it has ended; waits for that. Raises the call's error."""
-        self._thread.join()
+        self.thread.join()
         if self._error is not None:
             raise self._error
         return self._output
 
     def join(self) -> None:
         """Wait for the call's end."""
-        self._thread.join()
+        self.thread.join()
 
     def stop(self) -> None:
         """Ask the call to stop; does not wait."""
@@ -116,7 +118,7 @@ class Stream(Generic[Item]):
     def close(self) -> None:
         """Stop the call, if no other rank takes part in it, and wait for its end."""
         self.stop()
-        self._thread.join()
+        self.thread.join()
 
     def __enter__(self) -> "Stream[Item]":
         return self

@@ -448,7 +448,7 @@ class InferenceEngine(nn.Module):
             container.uninstall()
         for hook in self._own_hooks:
             hook.remove()
-        self._waits.close()
+        self._waits.stop()
         self._graphs = None
         self._close()
         self._snapshot.release()

@@ -12,6 +12,7 @@ from urllib.parse import quote
 from transformers import PreTrainedTokenizerBase
 
 from hybrid.rollout import RolloutBatch, SamplingParams
+from hybrid.runtime import at_exit
 from hybrid.serving.endpoint import Endpoint
 from hybrid.serving.limits import SESSION_PATH, ServerLimits
 from hybrid.serving.server import Server
@@ -36,12 +37,13 @@ class OpenAIServer:
         self.base_url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         settings = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
         self._http = uvicorn.Server(settings)
-        self._thread = threading.Thread(
+        self.thread = threading.Thread(
             target=self._http.run, kwargs={"sockets": [listener]}, name="openai-server", daemon=True
         )
-        self._thread.start()
+        self.thread.start()
+        at_exit.OWNERS.add(self)
         deadline = time.monotonic() + START_S
-        while not self._http.started and self._thread.is_alive() and time.monotonic() < deadline:
+        while not self._http.started and self.thread.is_alive() and time.monotonic() < deadline:
             time.sleep(0.005)
         if not self._http.started:
             raise RuntimeError(f"the HTTP server at {self.base_url} did not start within {START_S} s")
@@ -86,10 +88,14 @@ class OpenAIServer:
         """Forget sessions, whose memory is then free. Unknown ones are ignored."""
         self._sessions.drop(sessions)
 
+    def stop(self) -> None:
+        """Ask the endpoint to stop; does not wait."""
+        self._http.should_exit = True
+
     def close(self) -> None:
         """Stop the endpoint; what clients still wait for ends. Does nothing the second time."""
-        self._http.should_exit = True
-        self._thread.join(STOP_S)
+        self.stop()
+        self.thread.join(STOP_S)
 
 
 def openai_server(

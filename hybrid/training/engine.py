@@ -376,7 +376,7 @@ class HybridEngine(DeepSpeedMethods, DeepSpeedEngine):
         if "_runtime" in self.__dict__:  # DeepSpeed also calls this if the engine's constructor failed
             self._runtime.window.require_closed("destroy()")
             self._changes.close()
-            self._waits.close()
+            self._waits.stop()
             self._runtime.uninstall()
             for patch in self.__dict__.get("_patches", ()):
                 patch.close()
