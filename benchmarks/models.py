@@ -1,4 +1,5 @@
-"""Examines every causal and every vision-language type of the installed transformers, at tiny size: docs/models.md.
+"""Examines every causal type of the installed transformers, and every one that reads images or sound, at tiny size:
+docs/models.md.
 
     make models                                            # all of them: benchmarks/models.json and docs/models.md
     python -m benchmarks.models --only llama gpt2          # these again; the others' rows stay
@@ -35,6 +36,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 from transformers.models.mixtral import modeling_mixtral  # noqa: F401 - what most models import, once for all processes
 from transformers.models.qwen2_vl import modeling_qwen2_vl  # noqa: F401 - likewise, of vision-language models
@@ -74,7 +76,11 @@ class Case:
 
 def cases() -> list[Case]:
     """Return every type with each of its classes."""
-    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    mappings = (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
     return list(dict.fromkeys(Case(*pair) for mapping in mappings for pair in mapping.items()))
 
 
@@ -172,9 +178,10 @@ def tried(model: nn.Module, name: str) -> str:
         engine.train()
         engine.logps(batch, forward="model")
     if name == "unmerged_lora":
-        counts = re.search(r"adapters unmerged in (\d+) of (\d+) modules", engine.coverage()[0]["why"])
-        assert counts is not None, engine.coverage()[0]["why"]
-        reason = "" if counts[1] == counts[2] else counts[0]
+        why = engine.coverage()[0]["why"]
+        counts = re.search(r"adapters unmerged in (\d+) of (\d+) modules", why)
+        assert counts or "cannot be merged" in why, why  # "all-linear" takes GLM-4.5V's Conv3d too (PEFT 0.21.2)
+        reason = why if counts is None else "" if counts[1] == counts[2] else counts[0]
     engine.destroy()
     return reason
 

@@ -4,7 +4,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from benchmarks.results import ROOT
 from benchmarks.tables import table
@@ -48,9 +52,14 @@ def unfinished(result: dict[str, Any]) -> str:
 
 
 def label(row: dict[str, Any]) -> str:
-    """Return a row's type, with a mark of vision-language classes."""
-    vision = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(row["type"]) == row["class"]
-    return row["type"] + " (vision)" * vision
+    """Return a row's type, with a mark of classes that read images or sound."""
+    marks = {
+        " (vision)": MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        "": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        " (sound)": MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    }
+    of_class = (mark for mark, names in marks.items() if names.get(row["type"]) == row["class"])
+    return row["type"] + next(of_class, "")
 
 
 def yes(reason: str | None) -> str:

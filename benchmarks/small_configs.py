@@ -57,8 +57,14 @@ MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 
 OVERRIDES: dict[str, dict[str, Any]] = {
     **{  # sections for larger heads, which are no setting
         name: {"text_config": {"rope_parameters": MROPE}}
-        for name in "qwen2_vl qwen2_5_vl glm4v glm46v glm_ocr paddleocr_vl".split()
+        for name in "qwen2_vl qwen2_5_vl glm4v glm46v glm_ocr glmga paddleocr_vl".split()
     },
+    "glm4v_moe": {
+        "text_config": {"rope_parameters": {**MROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}}
+    },
+    # Released configurations have the token, which is none of the class's fields.
+    "qwen2_5_omni_thinker": {"text_config": {"rope_parameters": MROPE}, "vision_start_token_id": 3},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 3},
     **{name: {"is_decoder": True} for name in ENCODERS.split()},  # without it their attention is not causal
     "bamba": {"attn_layer_indices": [1]},  # no attention by default
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
@@ -79,8 +85,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "llama4": {"text_config": {"layer_types": None, "no_rope_layers": [1, 0], "moe_layers": [1]}},
     "longcat_flash": {"head_dim": 8},  # of the rotated part
     "mamba2": {"head_dim": 32},  # heads times their width is twice the hidden size
+    "mistral4": {"qk_nope_head_dim": 8, "qk_head_dim": 16, "head_dim": 16},  # of which partial_rotary_factor is a half
     "nemotron": {"num_key_value_heads": 2},  # none by default
     "recurrent_gemma": {"num_hidden_layers": 3},  # its third layer is the first with attention
+    "vibevoice_asr": {
+        f"{kind}_tokenizer_encoder_config": {"num_filters": 2}
+        for kind in ("acoustic", "semantic")  # doubled six times
+    },
 }
 
 

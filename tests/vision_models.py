@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import (
     AutoConfig,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     CLIPImageProcessor,
     LlavaProcessor,
     PreTrainedTokenizerFast,
@@ -22,6 +22,8 @@ SIGLIP = {**VISION, "num_hidden_layers": 2}
 QWEN = {"depth": 2, "hidden_size": 16, "embed_dim": 16, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4}
 MROPE = {"rope_parameters": {**ROPE, "rope_type": "default", "mrope_section": [1, 1, 2]}}
 TOKEN = {"image_token_id": IMAGE, "video_token_id": IMAGE - 1, "vision_start_token_id": IMAGE - 2}
+OMNI = {"audio_token_id": IMAGE - 3, "image_token_id": IMAGE, "video_token_id": IMAGE - 1}
+SOUND = {"encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 24, "d_model": 16, "num_mel_bins": 8}
 TEXT = {**SIZES, "vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": END, "pad_token_id": 0}
 # By type: the family of its text, and the configurations of vision, text and the whole.
 MODELS: dict[str, tuple[str, dict, dict, dict]] = {
@@ -54,6 +56,23 @@ MODELS: dict[str, tuple[str, dict, dict, dict]] = {
     ),
     "qwen3_5_moe": ("qwen3_5_moe", QWEN, {**RECURRENT["qwen3_5_moe_text"]}, TOKEN),
     "qwen3_5": ("qwen3_5", QWEN, {**RECURRENT["qwen3_5_text"]}, TOKEN),
+    "glm4v": ("glm4v", {**QWEN, "intermediate_size": 24, "image_size": 8}, MROPE, TOKEN),
+    "qwen2_5_omni_thinker": (
+        "qwen2",
+        {**QWEN, "fullatt_block_indexes": [1], "window_size": 8},
+        MROPE,
+        {
+            **OMNI,
+            "audio_config": {**SOUND, "n_window": 4, "output_dim": 32, "max_source_positions": 64},
+            "vision_start_token_id": IMAGE - 2,  # none of the class's fields, but of the released configurations
+        },
+    ),
+    "qwen2_audio": (
+        "qwen2",
+        {},
+        {"model_type": "qwen2"},
+        {"audio_config": {**SOUND, "max_source_positions": 8}, "audio_token_id": IMAGE - 3},
+    ),
     "gemma4": (
         "gemma4",
         {
@@ -84,7 +103,7 @@ def vision_model(kind: str, **text_changes) -> nn.Module:
     _, vision, text, whole = MODELS[kind]
     text = {**TEXT, **text}
     config = AutoConfig.for_model(kind, vision_config=vision, text_config={**text, **text_changes}, **whole)
-    model = with_larger_weights(AutoModelForImageTextToText.from_config(config)).eval()
+    model = with_larger_weights(AutoModelForMultimodalLM.from_config(config)).eval()
     for parameter in model.parameters():
         if parameter.dim() > 1 and not parameter.any():  # Gemma 3's projector: no image would change anything
             nn.init.normal_(parameter, std=0.3)
@@ -99,6 +118,7 @@ WITH_IMAGES = [
     "qwen2_5_vl",
     "qwen3_vl",
     "qwen2_vl",
+    "glm4v",
     "mistral3",
     "smolvlm",
     "qwen3_5",
@@ -109,7 +129,7 @@ WITH_IMAGES = [
 def images(kind: str, seed: int) -> tuple[int, dict[str, torch.Tensor]]:
     """An image of random pixels: its number of tokens, and what a model's processor returns for it."""
     generator = torch.Generator().manual_seed(seed)
-    if kind.startswith("qwen"):
+    if kind.startswith(("qwen", "glm4v")):
         grid = torch.tensor([[1, 4, 4 + 2 * (seed % 2)]])
         patches = int(grid.prod())
         return patches // 4, {
@@ -148,11 +168,71 @@ def rows_with_images(
         prompt = torch.tensor(ids)
         dim = 1 if kind == "smolvlm" else 0
         of_row = {name: torch.cat([part[name] for part in parts], dim) for name in (parts[0] if parts else ())}
-        with_types = kind == "gemma4" or kind.startswith("qwen")
+        with_types = kind.startswith(("gemma4", "glm4v", "qwen"))
         types = {"gemma3": "token_type_ids"}.get(kind, "mm_token_type_ids" if with_types else "")
         if types:
             of_row[types] = (prompt == IMAGE).long()[None]
         prompts.append(prompt)
+        inputs.append(of_row)
+    return prompts, inputs
+
+
+# Videos and sound, beside images.
+
+TIMED = ("glm4v", "qwen3_vl", "qwen3_5")  # types whose frames have a time as text before each
+
+
+def videos(kind: str, seed: int) -> tuple[int, dict[str, torch.Tensor]]:
+    """A video of two frames of random pixels: the number of its tokens, and what a model's processor returns for it."""
+    tokens, image = images(kind, seed)
+    of_video = {
+        "pixel_values_videos": torch.cat([image["pixel_values"], -image["pixel_values"]]),
+        "video_grid_thw": image["image_grid_thw"] * torch.tensor([2, 1, 1]),
+    }
+    seconds = {"qwen2_5_vl": "second_per_grid_ts", "qwen2_5_omni_thinker": "video_second_per_grid"}
+    return 2 * tokens, of_video | ({seconds[kind]: torch.tensor([1.0])} if kind in seconds else {})
+
+
+def sounds(kind: str, seed: int) -> tuple[int, dict[str, torch.Tensor]]:
+    """A sound of random features, padded on the right: its number of tokens, and what a processor returns for it."""
+    generator, frames = torch.Generator().manual_seed(seed), 12 + 4 * (seed % 2)
+    features = torch.zeros(1, 8, 16)
+    features[..., :frames] = torch.randn(1, 8, frames, generator=generator)
+    mask = (torch.arange(16) < frames).long()[None]
+    return frames // 4, {"input_features": features, "feature_attention_mask": mask}
+
+
+def rows_with_media(kind: str, media: list[str], seed: int = 0) -> tuple[list[torch.Tensor], list[dict]]:
+    """Prompts with images, videos and sounds, by the letters of each: "iv" has an image, then a video.
+
+    Returns prompts int64 [n] of different lengths, and their inputs besides token ids.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    makers = {"i": (images, IMAGE), "v": (videos, IMAGE if kind == "glm4v" else IMAGE - 1), "a": (sounds, IMAGE - 3)}
+
+    def text(count: int) -> list[int]:
+        return torch.randint(5, IMAGE - 4, (count,), generator=generator).tolist()
+
+    prompts, inputs = [], []
+    for row, letters in enumerate(media):
+        ids, types, parts = text(2), [0, 0], []
+        for number, letter in enumerate(letters):
+            make, token = makers[letter]
+            tokens, part = make(kind, 1000 * seed + 10 * row + number)
+            parts.append(part)
+            spans = 2 if letter == "v" and kind in TIMED else 1
+            for _ in range(spans):
+                ids += [IMAGE - 2] + [token] * (tokens // spans) + text(1)
+                types += [0] + [" iva".index(letter)] * (tokens // spans) + [0]
+        ids += text(3 + 7 * row)
+        types += [0] * (len(ids) - len(types))
+        of_row = {
+            name: torch.cat([part[name] for part in parts if name in part])
+            for name in dict.fromkeys(name for part in parts for name in part)
+        }
+        if kind in TIMED or kind.endswith("_vl"):
+            of_row["mm_token_type_ids"] = torch.tensor([types])
+        prompts.append(torch.tensor(ids))
         inputs.append(of_row)
     return prompts, inputs
 
@@ -174,7 +254,7 @@ def save_model(directory: Path) -> None:
     text = {**TEXT, **ids, "vocab_size": len(WORDS), "model_type": "llama", "num_hidden_layers": 2}
     whole = {"image_token_index": WORDS.index("<image>"), "image_seq_length": 4, "vision_config": CLIP}
     config = AutoConfig.for_model("llava", text_config=text, **whole)
-    with_larger_weights(AutoModelForImageTextToText.from_config(config)).save_pretrained(directory)
+    with_larger_weights(AutoModelForMultimodalLM.from_config(config)).save_pretrained(directory)
     words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, SPECIAL["unk_token"]))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, additional_special_tokens=["<image>"], **SPECIAL)

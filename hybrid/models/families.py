@@ -171,6 +171,9 @@ GLM4 = replace(
     ),
 )
 
+# GLM-4 with rope's neighbouring angles equal: text of GLM-4.1V and 4.6V.
+GLM4V = replace(GLM4, name="glm4v", spec={"rotary_interleaved": True}, table=paired_table)
+
 # Queries scaled by their position.
 
 
@@ -1698,7 +1701,7 @@ FAMILIES = (
     *(KIMI_LINEAR, AXK1, DEEPSEEK_V3, DEEPSEEK_V2, MISTRAL4, YOUTU, MINICPM3),
     *(GEMMA4, GEMMA3, GEMMA2, GEMMA, QWEN3_MOE, QWEN3_VL_MOE, MIXTRAL, QWEN3, QWEN3_VL),
     *(SMOLLM3, QWEN2, MINISTRAL3, MISTRAL, GRANITE),
-    *(EXAONE4, OLMO3, OLMO2, OLMO, HUNYUAN, COHERE2, COHERE, STARCODER2, STABLELM, PHI, GLM4, GLM),
+    *(EXAONE4, OLMO3, OLMO2, OLMO, HUNYUAN, COHERE2, COHERE, STARCODER2, STABLELM, PHI, GLM4, GLM4V, GLM),
     *(ARCEE, JAIS2, NEMOTRON, NANOCHAT, APERTUS, LLAMA, PHI3),
     *(GPT2, OPT, GPT_NEOX, GPTJ, BLOOM, FALCON),
 )

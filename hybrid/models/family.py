@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from hybrid.models.spec import DecoderSpec, UnsupportedModel
+from hybrid.models.spec import DecoderSpec, OtherFamily, UnsupportedModel
 
 Pick = Callable[[torch.Tensor], torch.Tensor]  # a packed tensor [rows, …] to one role's rows
 Table = Callable[[torch.Tensor, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
@@ -220,7 +220,7 @@ def rope_table(module: nn.Module, layer_type: str) -> Table:
     module's.
 
     layer_type: passed to modules with one table per layer type (Gemma 3); "rope" for modules with one table.
-    Raises UnsupportedModel if the second half of the module's table does not repeat the first.
+    Raises OtherFamily if the second half of the module's table does not repeat the first.
     """
     kind = {} if layer_type == "rope" else {"layer_type": layer_type}
     rope_type = getattr(module, "rope_type", "default")
@@ -230,7 +230,7 @@ def rope_table(module: nn.Module, layer_type: str) -> Table:
     position = torch.ones(1, 1, dtype=torch.long, device=device)
     first, second = module.forward(torch.empty(0, device=device), position, **kind)[0].chunk(2, dim=-1)
     if not torch.equal(first, second):
-        raise UnsupportedModel(f"{type(module).__name__}: the second half of its table does not repeat the first")
+        raise OtherFamily(f"{type(module).__name__}: the second half of its table does not repeat the first")
 
     def table(positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         like = torch.empty(0, dtype=dtype, device=positions.device)
@@ -254,7 +254,7 @@ def every_nth(module: nn.Module, step: int) -> Table:
 
 
 def paired_table(module: nn.Module, layer_type: str) -> Table:
-    """As `rope_table`, of a module whose table has each angle twice in a row (Cohere)."""
+    """As `rope_table`, of a module whose table has each angle twice in a row (Cohere, GLM-4V)."""
     return every_nth(module, 2)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from hybrid.models.placeholders import Placeholders
+from hybrid.models.placeholders import SOUND, Placeholders, kind_of
 
 RowInputs = Mapping[str, torch.Tensor]  # of one row: tensors that a batch joins along their first dimension
 ModelInputs = Mapping[str, torch.Tensor] | Sequence[RowInputs]  # as a caller gives them: a batch, or each row's
@@ -14,7 +14,7 @@ ModelInputs = Mapping[str, torch.Tensor] | Sequence[RowInputs]  # as a caller gi
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # [rows, tokens] in a batch, [tokens] in a row
 NO_INPUTS: RowInputs = {}
 # Parts of the names that processors give images, videos and sound (transformers 5.23).
-NAMES = "pixel", "image", "video", "audio", "input_features", "second_per_grid", "spatial_shapes", "token_type_ids"
+NAMES = "pixel", "image", "video", *SOUND, "second_per_grid", "spatial_shapes", "token_type_ids"
 
 
 def is_model_input(name: str) -> bool:
@@ -35,7 +35,8 @@ class InputSplitter:
     """Splits a processor's batch into rows.
 
     A tensor's first dimension counts rows; or images of all rows (videos, sounds), which belong to the rows by their
-    placeholder tokens; or patches of all images, as many of each as its row of `image_grid_thw` says.
+    placeholder tokens; or patches of all images, as many of each as its row of `image_grid_thw` says. A sound's tokens
+    are consecutive, with other tokens between two sounds.
 
     Args:
         config: of the model.
@@ -46,6 +47,7 @@ class InputSplitter:
     def __init__(self, config: Any, ids: torch.Tensor, mask: torch.Tensor):
         self.ids, self.mask = ids.cpu(), mask.cpu().bool()
         self.placeholders = Placeholders(config)
+        self.types: torch.Tensor | None = None  # of the batch's tokens: 1 for images, 2 for videos
         self.merge = getattr(getattr(config, "vision_config", None), "spatial_merge_size", 1)
 
     def rows(self, inputs: ModelInputs) -> list[RowInputs]:
@@ -61,6 +63,7 @@ class InputSplitter:
         """
         if isinstance(inputs, Mapping):
             self._require_tensors(inputs)
+            self.types = inputs.get("mm_token_type_ids")
             by_name = {name: self._split(name, value, inputs) for name, value in inputs.items()}
             return [
                 {name: parts[row] for name, parts in by_name.items() if len(parts[row])} for row in range(len(self.ids))
@@ -92,7 +95,7 @@ class InputSplitter:
         """Return each row's part of a tensor."""
         if name in TOKEN_TYPES and value.shape == self.ids.shape:
             return [of_row[kept] for of_row, kept in zip(value, self.mask.to(value.device), strict=True)]
-        kind = "video" if "video" in name or name == "second_per_grid_ts" else "image"
+        kind = kind_of(name)
         grid = inputs.get(f"{kind}_grid_thw")
         if grid is not None:
             per_row = self._images_per_row(kind, grid)
@@ -102,18 +105,24 @@ class InputSplitter:
                 per_row = [sum(next(images) for _ in range(count)) for count in per_row]
             if sum(per_row) == len(value):
                 return list(value.split(per_row))
-        elif (per_row := self._equal_shares(len(value), inputs)) is not None:
+        elif (per_row := self._shares(kind, len(value), inputs)) is not None:
             return list(value.split(per_row))
         raise ValueError(
             f"model_inputs: {name} of shape {tuple(value.shape)} does not fit the rows' placeholder tokens; give a "
             "list with a dict for each row, as the processor returns it for that row alone"
         )
 
+    def _found(self, kind: str) -> torch.Tensor:
+        """Return which tokens are placeholders of a kind; bool [rows, tokens]."""
+        if self.placeholders.frames_are_images and kind != "audio" and self.types is not None:
+            return (self.types.cpu() == (2 if kind == "video" else 1)) & self.mask
+        names = ("audio", "speech") if kind == "audio" else kind
+        tokens = [token for token, name in self.placeholders.settings.items() if name.startswith(names)]
+        return torch.isin(self.ids, torch.tensor(tokens, dtype=self.ids.dtype)) & self.mask
+
     def _tokens_per_row(self, kind: str) -> list[int]:
-        """Return the placeholder tokens of each row; without a kind those of all kinds."""
-        tokens = [token for token, name in self.placeholders.settings.items() if name.startswith(kind)]
-        found = torch.isin(self.ids, torch.tensor(tokens, dtype=self.ids.dtype)) & self.mask
-        return found.sum(dim=1).tolist()
+        """Return the placeholder tokens of each row."""
+        return self._found(kind).sum(dim=1).tolist()
 
     def _images_per_row(self, kind: str, grid: torch.Tensor) -> list[int]:
         """Return how many images each row has.  grid: int64 [images, 3], of patches."""
@@ -132,11 +141,19 @@ class InputSplitter:
             counts.append(count)
         return counts
 
-    def _equal_shares(self, images: int, inputs: Mapping[str, torch.Tensor]) -> list[int] | None:
-        """Return how many images each row has, if all have equally many tokens, or if each row has one; else None."""
+    def _shares(self, kind: str, images: int, inputs: Mapping[str, torch.Tensor]) -> list[int] | None:
+        """Return how many images each row has, if all have equally many tokens, or if each row has one; else None.
+
+        A row has as many sounds as runs of their tokens.
+        """
+        if kind == "audio":
+            found = self._found(kind)
+            runs = (found & ~F.pad(found, (1, -1))).sum(dim=1).tolist()
+            if sum(runs) == images:
+                return runs
         if (of_pixels := inputs.get("pixel_attention_mask")) is not None and of_pixels.dim() == 4:
             return [1] * images if images == len(self.ids) else None  # [rows, images, height, width]: Idefics, SmolVLM
-        tokens = self._tokens_per_row("")
+        tokens = self._tokens_per_row(kind)
         each, rest = divmod(sum(tokens), max(images, 1))
         if each and not rest and all(count % each == 0 for count in tokens):
             return [count // each for count in tokens]

@@ -1,5 +1,6 @@
 """Modules of a model and their parameters, seen through adapter wrappers."""
 
+import copy
 import functools
 import importlib.util
 import inspect
@@ -15,6 +16,7 @@ from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
+from transformers import PretrainedConfig
 
 from hybrid.models.quantized import is_quantized
 from hybrid.models.spec import ParamRef
@@ -36,15 +38,35 @@ def hugging_face_model(model: nn.Module) -> nn.Module:
 # part (transformers 5.23).
 TEXT_PARTS = dict.fromkeys(
     (
-        "deepseek_vl exaone4_5 gemma3 gemma4 gemma4_unified got_ocr2 internvl janus kimi_k25 lfm2_vl lfm3_vl "
-        "lighton_ocr llava llava_next llava_next_video llava_onevision mistral3 ovis2 paddleocr_vl qianfan_ocr "
-        "qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe video_llama_3 video_llava vipllava"
+        "aya_vision cohere2_vision cosmos3_omni deepseek_vl deepseek_vl_hybrid exaone4_5 gemma3 gemma4 gemma4_unified "
+        "glm46v glm4v glm4v_moe glm_ocr glmasr glmga got_ocr2 hyperclovax_vision_v2 internvl janus kimi_k25 lfm2_vl "
+        "lfm3_vl lighton_ocr llava llava_next "
+        "llava_next_video llava_onevision minicpm_ocr minicpmv4_6 minicpmv4_7 mistral3 moss_transcribe_diarize ovis2 "
+        "paddleocr_vl pp_chart2table qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_audio qwen2_vl qwen3_5 "
+        "qwen3_5_moe qwen3_asr qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe vibevoice_asr video_llama_3 video_llava "
+        "vipllava voxtral"
     ).split(),
     "model.language_model",
-) | {"idefics3": "model.text_model", "smolvlm": "model.text_model", "llama4": "language_model"}
-# Settings of a language model alone: models of TEXT_PARTS do not apply them to their logits, but for those of CAPPED.
-OF_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-CAPPED = ("gemma4", "gemma4_unified")
+) | {
+    **dict.fromkeys(("granite_docling", "idefics2", "idefics3", "smolvlm"), "model.text_model"),
+    **dict.fromkeys(("llama4", "nemotron_h_omni"), "language_model"),
+}
+# Settings of a language model's logits, with the values that change nothing: models of TEXT_PARTS do not apply them,
+# but for those of APPLYING (transformers 5.23).
+OF_LOGITS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
+APPLYING = ("gemma4", "gemma4_unified", "granite_docling", "hyperclovax_vision_v2")
+
+
+def text_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the configuration of a model's language model; in a copy, without settings of logits that the model does
+    not apply."""
+    text = config.get_text_config()
+    if config.model_type not in TEXT_PARTS or config.model_type in APPLYING:
+        return text
+    text = copy.copy(text)
+    for name in OF_LOGITS.keys() & vars(text).keys():
+        setattr(text, name, OF_LOGITS[name])
+    return text
 
 
 class TextPart(nn.Module):
@@ -53,7 +75,7 @@ class TextPart(nn.Module):
     def __init__(self, model: nn.Module, language_model: nn.Module):
         super().__init__()
         self.model, self.lm_head = language_model, model.lm_head
-        self.config = model.config.get_text_config()
+        self.config = text_config(model.config)
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the embedding, as transformers' models do."""
@@ -67,8 +89,6 @@ def text_part(model: nn.Module) -> nn.Module:
     if path and has(model, f"{path}.lm_head"):  # a causal model (Llama 4)
         return model.get_submodule(path)
     if not path or not has(model, path) or not has(model, "lm_head"):
-        return model
-    if config.model_type not in CAPPED and any(getattr(config.get_text_config(), name, None) for name in OF_LOGITS):
         return model
     return TextPart(model, model.get_submodule(path))
 

@@ -7,10 +7,19 @@ from typing import Any
 import torch
 
 SETTING = re.compile("(image|video|audio|speech)_token_(id|index)")
-SOUND = ("audio", "speech", "input_features", "input_values")
+SOUND = ("audio", "speech", "input_features", "input_values", "feature_attention_mask")
 # By kind, parts of the names of the arguments that give such an input.
 INPUTS = {"image": ("image", "pixel_values"), "video": ("video",), "audio": SOUND, "speech": SOUND}
+# Types whose videos have the image token in place of their frames' tokens; mm_token_type_ids tells them apart.
+FRAMES_ARE_IMAGES = ("glm4v", "glm4v_moe", "glm46v", "glm_ocr")
 MAX_SAMPLED = 4096  # sequences that are remembered
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of input that an argument of a model's forward gives: "image", "video" or "audio"."""
+    if "video" in name or name == "second_per_grid_ts":
+        return "video"
+    return "audio" if any(part in name for part in SOUND) else "image"
 
 
 def settings_of(config: Any) -> Iterator[tuple[str, int]]:
@@ -32,6 +41,7 @@ class Placeholders:
     def __init__(self, config: Any):
         self.settings = {token: name for name, token in settings_of(config)}
         self.tokens = torch.tensor(list(self.settings), dtype=torch.int64)
+        self.frames_are_images = getattr(config, "model_type", "") in FRAMES_ARE_IMAGES
         self.sampled: dict[bytes, None] = {}  # sequences up to their last placeholder, the latest last
 
     def rows(self, prompts: Sequence[torch.Tensor]) -> list[bool]:
@@ -56,7 +66,8 @@ class Placeholders:
             given = set(by_row[row] if by_row else given)
             name = self.settings[token]
             kind = name.partition("_")[0]
-            pixels = {argument for argument in given if kind == "image" and "video" in argument}
+            needs_image = kind == "image" and not self.frames_are_images
+            pixels = {argument for argument in given if needs_image and "video" in argument}
             if not any(part in argument for part in INPUTS[kind] for argument in given - pixels):
                 raise ValueError(
                     f"{call}: row {row} has the token {token} (config.{name}), in whose place the model reads an input "

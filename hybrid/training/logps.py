@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 
 from hybrid.generation.routing import NOT_ROUTED, replay_routing
 from hybrid.generation.scoring import LayerInputScores, padded_forward
+from hybrid.models.modules import text_config
 from hybrid.sampling.sampler import masked_logits
 from hybrid.training.exact import head_without_forward, layers_at_inputs
 from hybrid.training.packed_attention import PackedAttention
@@ -464,7 +465,7 @@ def _no_head(hidden: torch.Tensor) -> torch.Tensor:
 
 def scaled_logits(logits: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
     """Return the model's logits, of its head's: Gemma's soft cap, Granite's, Cohere's and Falcon-H1's scales."""
-    config = config.get_text_config()
+    config = text_config(config)
     settings = vars(config)  # MiniCPM3 has a property `logits_scaling`, of the head's input
     cap, scaling = settings.get("final_logit_softcapping"), settings.get("logits_scaling") or 1.0
     if config.model_type == "hyperclovax":  # it multiplies by what Granite divides by
