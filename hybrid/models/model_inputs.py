@@ -95,7 +95,7 @@ class InputSplitter:
         """Return each row's part of a tensor."""
         if name in TOKEN_TYPES and value.shape == self.ids.shape:
             return [of_row[kept] for of_row, kept in zip(value, self.mask.to(value.device), strict=True)]
-        kind = kind_of(name)
+        kind = kind_of(name) or "image"
         grid = inputs.get(f"{kind}_grid_thw")
         if grid is not None:
             per_row = self._images_per_row(kind, grid)
@@ -116,8 +116,7 @@ class InputSplitter:
         """Return which tokens are placeholders of a kind; bool [rows, tokens]."""
         if self.placeholders.frames_are_images and kind != "audio" and self.types is not None:
             return (self.types.cpu() == (2 if kind == "video" else 1)) & self.mask
-        names = ("audio", "speech") if kind == "audio" else kind
-        tokens = [token for token, name in self.placeholders.settings.items() if name.startswith(names)]
+        tokens = [token for token, name in self.placeholders.settings.items() if kind_of(name) == kind]
         return torch.isin(self.ids, torch.tensor(tokens, dtype=self.ids.dtype)) & self.mask
 
     def _tokens_per_row(self, kind: str) -> list[int]:

@@ -7,19 +7,19 @@ from typing import Any
 import torch
 
 SETTING = re.compile("(image|video|audio|speech)_token_(id|index)")
-SOUND = ("audio", "speech", "input_features", "input_values", "feature_attention_mask")
-# By kind, parts of the names of the arguments that give such an input.
-INPUTS = {"image": ("image", "pixel_values"), "video": ("video",), "audio": SOUND, "speech": SOUND}
+SOUND = ("audio", "speech", "input_features", "input_values", "feature_attention_mask")  # parts of arguments' names
 # Types whose videos have the image token in place of their frames' tokens; mm_token_type_ids tells them apart.
 FRAMES_ARE_IMAGES = ("glm4v", "glm4v_moe", "glm46v", "glm_ocr")
 MAX_SAMPLED = 4096  # sequences that are remembered
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of input that an argument of a model's forward gives: "image", "video" or "audio"."""
+    """Return the kind of input that the name of an argument or a setting has: "image", "video", "audio"; "" for none."""
     if "video" in name or name == "second_per_grid_ts":
         return "video"
-    return "audio" if any(part in name for part in SOUND) else "image"
+    if any(part in name for part in SOUND):
+        return "audio"
+    return "image" if any(part in name for part in ("image", "pixel", "spatial_shapes")) else ""
 
 
 def settings_of(config: Any) -> Iterator[tuple[str, int]]:
@@ -63,12 +63,9 @@ class Placeholders:
         if not self.settings or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
             return
         for row, token, _ in self._unknown(ids, mask):
-            given = set(by_row[row] if by_row else given)
-            name = self.settings[token]
-            kind = name.partition("_")[0]
-            needs_image = kind == "image" and not self.frames_are_images
-            pixels = {argument for argument in given if needs_image and "video" in argument}
-            if not any(part in argument for part in INPUTS[kind] for argument in given - pixels):
+            name, kinds = self.settings[token], {kind_of(argument) for argument in (by_row[row] if by_row else given)}
+            kind = "video" if self.frames_are_images and "video" in kinds else kind_of(name)
+            if kind not in kinds:
                 raise ValueError(
                     f"{call}: row {row} has the token {token} (config.{name}), in whose place the model reads an input "
                     f"of the kind {kind}, and none is given: the model would see nothing there. engine.generate() and "
