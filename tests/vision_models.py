@@ -22,7 +22,13 @@ SIGLIP = {**VISION, "num_hidden_layers": 2}
 QWEN = {"depth": 2, "hidden_size": 16, "embed_dim": 16, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4}
 MROPE = {"rope_parameters": {**ROPE, "rope_type": "default", "mrope_section": [1, 1, 2]}}
 TOKEN = {"image_token_id": IMAGE, "video_token_id": IMAGE - 1, "vision_start_token_id": IMAGE - 2}
-OMNI = {"audio_token_id": IMAGE - 3, "image_token_id": IMAGE, "video_token_id": IMAGE - 1}
+OMNI = {
+    "audio_token_id": IMAGE - 3,
+    "image_token_id": IMAGE,
+    "video_token_id": IMAGE - 1,
+    "vision_start_token_id": IMAGE - 2,  # none of the classes' fields, but of the released configurations
+    "audio_start_token_id": IMAGE - 4,
+}
 SOUND = {"encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 24, "d_model": 16, "num_mel_bins": 8}
 TEXT = {**SIZES, "vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": END, "pad_token_id": 0}
 # By type: the family of its text, and the configurations of vision, text and the whole.
@@ -64,7 +70,15 @@ MODELS: dict[str, tuple[str, dict, dict, dict]] = {
         {
             **OMNI,
             "audio_config": {**SOUND, "n_window": 4, "output_dim": 32, "max_source_positions": 64},
-            "vision_start_token_id": IMAGE - 2,  # none of the class's fields, but of the released configurations
+        },
+    ),
+    "qwen3_omni_moe_thinker": (
+        "qwen3_moe",
+        {**QWEN, "intermediate_size": 24, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
+        {**MROPE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        {
+            **OMNI,
+            "audio_config": {**SOUND, "downsample_hidden_size": 8, "output_dim": 32, "max_source_positions": 64},
         },
     ),
     "qwen2_audio": (
@@ -179,6 +193,7 @@ def rows_with_images(
 
 # Videos and sound, beside images.
 
+OMNI_TYPES = ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
 TIMED = ("glm4v", "qwen3_vl", "qwen3_5")  # types whose frames have a time as text before each
 
 
@@ -189,7 +204,7 @@ def videos(kind: str, seed: int) -> tuple[int, dict[str, torch.Tensor]]:
         "pixel_values_videos": torch.cat([image["pixel_values"], -image["pixel_values"]]),
         "video_grid_thw": image["image_grid_thw"] * torch.tensor([2, 1, 1]),
     }
-    seconds = {"qwen2_5_vl": "second_per_grid_ts", "qwen2_5_omni_thinker": "video_second_per_grid"}
+    seconds = {"qwen2_5_vl": "second_per_grid_ts"} | dict.fromkeys(OMNI_TYPES, "video_second_per_grid")
     return 2 * tokens, of_video | ({seconds[kind]: torch.tensor([1.0])} if kind in seconds else {})
 
 
@@ -199,7 +214,8 @@ def sounds(kind: str, seed: int) -> tuple[int, dict[str, torch.Tensor]]:
     features = torch.zeros(1, 8, 16)
     features[..., :frames] = torch.randn(1, 8, frames, generator=generator)
     mask = (torch.arange(16) < frames).long()[None]
-    return frames // 4, {"input_features": features, "feature_attention_mask": mask}
+    tokens = -(-frames // 8) if kind == "qwen3_omni_moe_thinker" else frames // 4
+    return tokens, {"input_features": features, "feature_attention_mask": mask}
 
 
 def rows_with_media(kind: str, media: list[str], seed: int = 0) -> tuple[list[torch.Tensor], list[dict]]:
@@ -222,7 +238,7 @@ def rows_with_media(kind: str, media: list[str], seed: int = 0) -> tuple[list[to
             parts.append(part)
             spans = 2 if letter == "v" and kind in TIMED else 1
             for _ in range(spans):
-                ids += [IMAGE - 2] + [token] * (tokens // spans) + text(1)
+                ids += [IMAGE - 4 if letter == "a" else IMAGE - 2] + [token] * (tokens // spans) + text(1)
                 types += [0] + [" iva".index(letter)] * (tokens // spans) + [0]
         ids += text(3 + 7 * row)
         types += [0] * (len(ids) - len(types))

@@ -124,8 +124,12 @@ def main() -> None:
         sys.exit(f"error: {error}")
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
     init_single_process_group()
-    with installed():
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    try:
+        with installed():
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
     if dist.is_initialized():  # the three scripts do not; gloo's threads can then abort the exit (pytorch#190489)
         dist.destroy_process_group()
 

@@ -344,7 +344,7 @@ class Generator(WorkerState):
             return_router_indices=self.rollout_settings.return_router_indices,
             model_inputs=[row for row in inputs for _ in range(repeats)],
             # A drawn placeholder would be an image's when the sequence is scored.
-            suppressed=self.info.placeholders.tokens.to(self.device) if inputs else None,
+            suppressed=self.info.placeholders.undrawn.to(self.device) if inputs else None,
             is_dummy=is_dummy,
         )
         request = request if resume is None else request.after(resume)

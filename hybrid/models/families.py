@@ -171,7 +171,7 @@ GLM4 = replace(
     ),
 )
 
-# GLM-4 with rope's neighbouring angles equal: text of GLM-4.1V and 4.6V.
+# GLM-4 whose rope table has each angle twice in a row: text of GLM-4.1V and 4.6V.
 GLM4V = replace(GLM4, name="glm4v", spec={"rotary_interleaved": True}, table=paired_table)
 
 # Queries scaled by their position.

@@ -254,7 +254,12 @@ def every_nth(module: nn.Module, step: int) -> Table:
 
 
 def paired_table(module: nn.Module, layer_type: str) -> Table:
-    """As `rope_table`, of a module whose table has each angle twice in a row (Cohere, GLM-4V)."""
+    """As `rope_table`, of a module whose table has each angle twice in a row (Cohere, GLM-4.1V)."""
+    device = next(module.buffers()).device
+    position = torch.ones(1, 1, dtype=torch.long, device=device)
+    angles = module.forward(torch.empty(0, device=device), position)[0]
+    if not torch.equal(angles[..., ::2], angles[..., 1::2]):
+        raise OtherFamily(f"{type(module).__name__}: its table does not have each angle twice in a row")
     return every_nth(module, 2)
 
 

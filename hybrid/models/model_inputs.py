@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from hybrid.models.placeholders import SOUND, Placeholders, kind_of
+from hybrid.models.placeholders import SOUND, Placeholders, kind_of, start_tokens
 
 RowInputs = Mapping[str, torch.Tensor]  # of one row: tensors that a batch joins along their first dimension
 ModelInputs = Mapping[str, torch.Tensor] | Sequence[RowInputs]  # as a caller gives them: a batch, or each row's
@@ -14,7 +14,7 @@ ModelInputs = Mapping[str, torch.Tensor] | Sequence[RowInputs]  # as a caller gi
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # [rows, tokens] in a batch, [tokens] in a row
 NO_INPUTS: RowInputs = {}
 # Parts of the names that processors give images, videos and sound (transformers 5.23).
-NAMES = "pixel", "image", "video", *SOUND, "second_per_grid", "spatial_shapes", "token_type_ids"
+NAMES = "pixel", "image", "video", *SOUND, "second_per_grid", "spatial_shapes", "target_sizes", "token_type_ids"
 
 
 def is_model_input(name: str) -> bool:
@@ -28,7 +28,21 @@ def split_inputs(
     """Return each row's inputs, as `InputSplitter.rows`; an empty list if none are given: all rows are text."""
     if model_inputs is None or (isinstance(model_inputs, Mapping | Sequence) and not model_inputs):
         return []
+    require_separate_sound(config, ids)
     return InputSplitter(config, ids, mask).rows(model_inputs)
+
+
+def require_separate_sound(config: Any, ids: torch.Tensor) -> None:
+    """Raise ValueError if a prompt has a video with its own sound, whose positions need a flag (Qwen's Omni models)."""
+    if not (starts := start_tokens(config)):
+        return
+    video, sound = starts
+    rows = ((ids[:, :-1] == video) & (ids[:, 1:] == sound)).any(dim=1).nonzero()
+    if len(rows):
+        raise ValueError(
+            f"model_inputs: row {int(rows[0])} has a video with its sound inside (use_audio_in_video); give the "
+            "processor the video and its sound as two inputs, with use_audio_in_video=False"
+        )
 
 
 class InputSplitter:
@@ -47,6 +61,7 @@ class InputSplitter:
     def __init__(self, config: Any, ids: torch.Tensor, mask: torch.Tensor):
         self.ids, self.mask = ids.cpu(), mask.cpu().bool()
         self.placeholders = Placeholders(config)
+        self.kinds = sorted({kind_of(name) for name in self.placeholders.settings.values()})  # that the model reads
         self.types: torch.Tensor | None = None  # of the batch's tokens: 1 for images, 2 for videos
         self.merge = getattr(getattr(config, "vision_config", None), "spatial_merge_size", 1)
 
@@ -63,7 +78,8 @@ class InputSplitter:
         """
         if isinstance(inputs, Mapping):
             self._require_tensors(inputs)
-            self.types = inputs.get("mm_token_type_ids")
+            types = inputs.get("mm_token_type_ids")
+            self.types = types.cpu() if types is not None and types.shape == self.ids.shape else None
             by_name = {name: self._split(name, value, inputs) for name, value in inputs.items()}
             return [
                 {name: parts[row] for name, parts in by_name.items() if len(parts[row])} for row in range(len(self.ids))
@@ -95,7 +111,7 @@ class InputSplitter:
         """Return each row's part of a tensor."""
         if name in TOKEN_TYPES and value.shape == self.ids.shape:
             return [of_row[kept] for of_row, kept in zip(value, self.mask.to(value.device), strict=True)]
-        kind = kind_of(name) or "image"
+        kind = kind_of(name) or (self.kinds[0] if len(self.kinds) == 1 else "image")
         grid = inputs.get(f"{kind}_grid_thw")
         if grid is not None:
             per_row = self._images_per_row(kind, grid)
@@ -114,8 +130,10 @@ class InputSplitter:
 
     def _found(self, kind: str) -> torch.Tensor:
         """Return which tokens are placeholders of a kind; bool [rows, tokens]."""
-        if self.placeholders.frames_are_images and kind != "audio" and self.types is not None:
-            return (self.types.cpu() == (2 if kind == "video" else 1)) & self.mask
+        if self.placeholders.frames_are_images and kind != "audio":
+            if self.types is not None:
+                return (self.types == (2 if kind == "video" else 1)) & self.mask
+            kind = "image"
         tokens = [token for token, name in self.placeholders.settings.items() if kind_of(name) == kind]
         return torch.isin(self.ids, torch.tensor(tokens, dtype=self.ids.dtype)) & self.mask
 
@@ -150,8 +168,14 @@ class InputSplitter:
             runs = (found & ~F.pad(found, (1, -1))).sum(dim=1).tolist()
             if sum(runs) == images:
                 return runs
-        if (of_pixels := inputs.get("pixel_attention_mask")) is not None and of_pixels.dim() == 4:
-            return [1] * images if images == len(self.ids) else None  # [rows, images, height, width]: Idefics, SmolVLM
+        pixels, of_pixels = inputs.get("pixel_values"), inputs.get("pixel_attention_mask")
+        if (
+            pixels is not None
+            and pixels.dim() == 5
+            and of_pixels is not None
+            and of_pixels.shape[:2] == pixels.shape[:2]
+        ):
+            return [1] * images if images == len(self.ids) else None  # [rows, images, ...]: Idefics, SmolVLM
         tokens = self._tokens_per_row(kind)
         each, rest = divmod(sum(tokens), max(images, 1))
         if each and not rest and all(count % each == 0 for count in tokens):
@@ -169,7 +193,8 @@ def joined_inputs(rows: Sequence[RowInputs], mask: torch.Tensor) -> dict[str, to
         mask: 1 for tokens, [rows, width].
     """
     inputs: dict[str, torch.Tensor] = {}
-    for name in dict.fromkeys(name for row in rows for name in row):
+    names = {name: None for row in rows for name in row}.keys()  # in their order
+    for name in names:
         parts = [row[name] for row in rows if name in row]
         if name in TOKEN_TYPES:
             types = torch.zeros(mask.shape, dtype=parts[0].dtype)
@@ -178,6 +203,9 @@ def joined_inputs(rows: Sequence[RowInputs], mask: torch.Tensor) -> dict[str, to
                 places = mask[index].cpu().nonzero().flatten()[: len(known)]
                 types[index, places] = known[: len(places)]
             inputs[name] = types.to(mask.device)
+            continue
+        if name.replace("pixel_values", "target_sizes") in names - {name}:  # [1, ..., patches]: MiniCPM-V
+            inputs[name] = torch.cat(parts, dim=-1).to(mask.device)
             continue
         shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
         inputs[name] = torch.cat([padded_to(part, shape) for part in parts]).to(mask.device)

@@ -34,8 +34,8 @@ def hugging_face_model(model: nn.Module) -> nn.Module:
     return model.get_base_model() if hasattr(type(model), "get_base_model") else model
 
 
-# Types of models with a vision tower whose forward of token ids alone is their language model's, by the path of this
-# part (transformers 5.23).
+# Types of models that read images or sound, whose forward of token ids alone is their language model's, by the path of
+# this part (transformers 5.23).
 TEXT_PARTS = dict.fromkeys(
     (
         "aya_vision cohere2_vision cosmos3_omni deepseek_vl deepseek_vl_hybrid exaone4_5 gemma3 gemma4 gemma4_unified "
@@ -53,8 +53,8 @@ TEXT_PARTS = dict.fromkeys(
 }
 # Settings of a language model's logits, with the values that change nothing: models of TEXT_PARTS do not apply them,
 # but for those of APPLYING (transformers 5.23).
-OF_LOGITS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
-APPLYING = ("gemma4", "gemma4_unified", "granite_docling", "hyperclovax_vision_v2")
+OF_LOGITS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0, "lm_head_multiplier": 1.0}
+APPLYING = ("gemma4", "gemma4_unified", "granite_docling", "hyperclovax_vision_v2", "llama4", "nemotron_h_omni")
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:

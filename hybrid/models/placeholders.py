@@ -7,19 +7,27 @@ from typing import Any
 import torch
 
 SETTING = re.compile("(image|video|audio|speech)_token_(id|index)")
-SOUND = ("audio", "speech", "input_features", "input_values", "feature_attention_mask")  # parts of arguments' names
-# Types whose videos have the image token in place of their frames' tokens; mm_token_type_ids tells them apart.
-FRAMES_ARE_IMAGES = ("glm4v", "glm4v_moe", "glm46v", "glm_ocr")
+# Parts of the names of arguments that give sound.
+SOUND = ("audio", "speech", "input_features", "input_values", "feature_attention_mask", "padding_mask")
+# Types whose frames of videos have the token of images. GLM's processors tell them apart by mm_token_type_ids.
+FRAMES_ARE_IMAGES = ("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "glmga", "nemotron_h_omni")
 MAX_SAMPLED = 4096  # sequences that are remembered
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of input that the name of an argument or a setting has: "image", "video", "audio"; "" for none."""
+    """Return the kind of input that an argument or a setting names: "image", "video", "audio", or "" for none."""
     if "video" in name or name == "second_per_grid_ts":
         return "video"
     if any(part in name for part in SOUND):
         return "audio"
     return "image" if any(part in name for part in ("image", "pixel", "spatial_shapes")) else ""
+
+
+def start_tokens(config: Any) -> list[int]:
+    """Return the tokens before an image or video, and before a sound, if the model counts inputs by them (Qwen's Omni
+    models); else none."""
+    tokens = [getattr(config, f"{kind}_start_token_id", None) for kind in ("vision", "audio")]
+    return [] if None in tokens else tokens
 
 
 def settings_of(config: Any) -> Iterator[tuple[str, int]]:
@@ -41,6 +49,7 @@ class Placeholders:
     def __init__(self, config: Any):
         self.settings = {token: name for name, token in settings_of(config)}
         self.tokens = torch.tensor(list(self.settings), dtype=torch.int64)
+        self.undrawn = torch.tensor([*self.settings, *start_tokens(config)], dtype=torch.int64)  # behind an input
         self.frames_are_images = getattr(config, "model_type", "") in FRAMES_ARE_IMAGES
         self.sampled: dict[bytes, None] = {}  # sequences up to their last placeholder, the latest last
 

@@ -44,7 +44,7 @@ GATED_NORMS = ("delta_norm", "mamba_norm")  # of a mixer, with a gate as a secon
 
 def read_decoder(model: nn.Module) -> DecoderLayout:
     """Return the layout of `model`, by the first family that fits. The model may be wrapped by PEFT, and partitioned.
-    Of a model with a vision tower it is the layout of the part that computes text.
+    Of a model that reads images or sound it is the layout of the part that computes text.
 
     Raises UnsupportedModel, with the reason, if no family fits, a parameter has no role, the family does not support a
     setting, a size differs from the configuration, or an adapter runs in the model's own modules.

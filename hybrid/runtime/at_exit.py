@@ -1,10 +1,15 @@
-"""Ends background threads at the interpreter's exit: a thread that returns from C++ during it aborts the process."""
+"""Ends threads of engines at the interpreter's exit: one that returns from C++ during it aborts the process.
+
+Those of streams, servers and the watch over waiting ranks. Functions of users have threads that nothing can end.
+"""
 
 import atexit
 import threading
 import time
 import weakref
 from typing import Protocol
+
+from deepspeed.utils import logger
 
 EXIT_S = 10.0  # a thread that has not ended by then, such as in a user's function, does not delay the exit further
 
@@ -33,3 +38,5 @@ def end_threads() -> None:
         owner.stop()
     for owner in owners:
         owner.thread.join(max(0.0, deadline - time.monotonic()))
+    if alive := [owner.thread.name for owner in owners if owner.thread.is_alive()]:
+        logger.warning(f"hybrid: at the end of the program these threads still run: {', '.join(alive)}")

@@ -37,9 +37,7 @@ class OpenAIServer:
         self.base_url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         settings = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
         self._http = uvicorn.Server(settings)
-        self.thread = threading.Thread(
-            target=self._http.run, kwargs={"sockets": [listener]}, name="openai-server", daemon=True
-        )
+        self.thread = threading.Thread(target=self._run, args=(listener,), name="openai-server", daemon=True)
         self.thread.start()
         at_exit.OWNERS.add(self)
         deadline = time.monotonic() + START_S
@@ -47,6 +45,10 @@ class OpenAIServer:
             time.sleep(0.005)
         if not self._http.started:
             raise RuntimeError(f"the HTTP server at {self.base_url} did not start within {START_S} s")
+
+    def _run(self, listener: socket.socket) -> None:
+        """Serve until `stop`. The thread keeps this object alive, which ends it at exit."""
+        self._http.run(sockets=[listener])
 
     def __enter__(self) -> "OpenAIServer":
         return self

@@ -1,6 +1,7 @@
 """The endpoint over HTTP, with a scripted server: OpenAI's forms, settings, stop strings, errors and limits."""
 
 import asyncio
+import gc
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import httpx2 as httpx
 import pytest
 
 import hybrid
+from hybrid.runtime import at_exit
 from hybrid.serving.openai_server import ServerLimits
 from tests.rlhf_examples.chat_models import tokenizer_of
 from tests.serving.scripted_server import ScriptedServer
@@ -23,6 +25,15 @@ TOOL = {
 }
 CALL = 'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 USER = [{"role": "user", "content": "1 + 2?"}]
+
+
+def test_an_endpoint_that_nobody_holds_still_ends_at_the_programs_end():
+    base_url = Service("a", server={}).endpoint.base_url
+    gc.collect()
+    (endpoint,) = [each for each in at_exit.OWNERS if getattr(each, "base_url", "") == base_url]
+    endpoint.stop()
+    endpoint.thread.join(10)
+    assert not endpoint.thread.is_alive()
 
 
 class Service:
