@@ -41,7 +41,7 @@ BASES = {
     "hf-static": "Hugging Face's `generate`, static cache",
     "vllm": "vLLM for CPUs",
 }
-TRAINING = (("0.5B", 4), ("120M", 8), ("10M", 1))  # shape and completions of a prompt; 1 has no prompt to share
+TRAINING = (("0.5B", 4), ("qwen3_5", 8), ("10M", 1))  # shape and completions of a prompt; 1 has no prompt to share
 MODELS = ROOT / "benchmarks" / "models.json"
 GPU_CASES = {
     "1.5B bf16 b64 prompt 512": "rollouts, 1.5B bf16, 64 rows, prompts of 512 tokens",
@@ -299,20 +299,25 @@ def step_rows(results: Results) -> Iterator[list[str]]:
 
 
 def training_rows(results: Results) -> Iterator[list[str]]:
-    """Yield the seconds of a forward and backward in the cases of TRAINING: packed, exact and plain."""
+    """Yield the seconds of a forward and backward in the cases of TRAINING, as last measured."""
+    all_results = [each for part in results.starting("training").values() for each in present(part)]
+    found = {
+        (result["shape"], case["group"]): (result, case)
+        for result in sorted(all_results, key=lambda each: each["date"])
+        for case in result["cases"]
+    }
     for shape, group in TRAINING:
-        for result in (each for part in results.starting("training").values() for each in present(part)):
-            for case in result["cases"]:
-                if (result["shape"], case["group"]) == (shape, group):
-                    times = {name: in_seconds(way["seconds"]) for name, way in case["contenders"].items()}
-                    once = ", one round" * (len(case["contenders"]["packed"]["seconds"]) == 1)
-                    tokens = f"{case['prompt_len']} + {case['completion_len']} tokens"
-                    yield [
-                        f"forward and backward, {shape}, groups of {group}, {tokens}{once}",
-                        f"packed {times['packed']}, exact {times['exact']}",
-                        f"plain {times['padded']}",
-                        label(result),
-                    ]
+        if (shape, group) in found:
+            result, case = found[shape, group]
+            times = {name: in_seconds(way["seconds"]) for name, way in case["contenders"].items()}
+            once = ", one round" * (len(case["contenders"]["packed"]["seconds"]) == 1)
+            tokens = f"{case['prompt_len']} + {case['completion_len']} tokens"
+            yield [
+                f"forward and backward, {shape}, groups of {group}, {tokens}{once}",
+                f"packed {times['packed']}, exact {times['exact']}",
+                f"plain {times['padded']}",
+                label(result),
+            ]
 
 
 def present(results: list[Figures]) -> list[Figures]:

@@ -101,11 +101,11 @@ RUNS = (
         for dtype in ("f32", "bf16")
     ),
     Run("tp-qwen3_5-f32", "modes", f"--shape qwen3_5 --dtype f32 {TENSOR_PARALLEL}", 2, 2),
-    Run("training-qwen3_5", "training", "--shape qwen3_5 --rounds 3 --memory --groups 8 --prompts 512", 5, 2),
-    Run("training-128", "training", "--rounds 3 --memory --groups 1 4 --prompts 128", 3, 2),
-    Run("training-512", "training", "--rounds 3 --memory --groups 8 --prompts 512", 4, 2),
-    Run("training-120M", "training", f"--shape 120M --groups 8 {LARGE_TRAINING}", 3, 2),
-    Run("training-0.5B", "training", f"--shape 0.5B --lora 16 --groups 4 {LARGE_TRAINING}", 10, 2),
+    Run("training-qwen3_5", "training", "--shape qwen3_5 --rounds 3 --memory --groups 8 --prompts 512", 4, 2),
+    Run("training-128", "training", "--rounds 3 --memory --groups 1 4 --prompts 128", 2, 2),
+    Run("training-512", "training", "--rounds 3 --memory --groups 8 --prompts 512", 2, 2),
+    Run("training-120M", "training", f"--shape 120M --groups 8 {LARGE_TRAINING}", 2, 2),
+    Run("training-0.5B", "training", f"--shape 0.5B --lora 16 --groups 4 {LARGE_TRAINING}", 6, 2),
     *(
         Run(f"serving-{shape}", "serving", f"--shape {shape} {load} {SERVERS}", minutes, 0, 2)
         for shape, load, minutes in (

@@ -40,11 +40,10 @@ TEXT_PARTS = dict.fromkeys(
     (
         "aya_vision cohere2_vision cosmos3_omni deepseek_vl deepseek_vl_hybrid exaone4_5 gemma3 gemma4 gemma4_unified "
         "glm46v glm4v glm4v_moe glm_ocr glmasr glmga got_ocr2 hyperclovax_vision_v2 internvl janus kimi_k25 lfm2_vl "
-        "lfm3_vl lighton_ocr llava llava_next "
-        "llava_next_video llava_onevision minicpm_ocr minicpmv4_6 minicpmv4_7 mistral3 moss_transcribe_diarize ovis2 "
-        "paddleocr_vl pp_chart2table qianfan_ocr qwen2_5_omni_thinker qwen2_5_vl qwen2_audio qwen2_vl qwen3_5 "
-        "qwen3_5_moe qwen3_asr qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe vibevoice_asr video_llama_3 video_llava "
-        "vipllava voxtral"
+        "lfm3_vl lighton_ocr llava llava_next llava_next_video llava_onevision minicpm_ocr minicpmv4_6 minicpmv4_7 "
+        "mistral3 moss_transcribe_diarize ovis2 paddleocr_vl pp_chart2table qianfan_ocr qwen2_5_omni_thinker "
+        "qwen2_5_vl qwen2_audio qwen2_vl qwen3_5 qwen3_5_moe qwen3_asr qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe "
+        "vibevoice_asr video_llama_3 video_llava vipllava voxtral"
     ).split(),
     "model.language_model",
 ) | {

@@ -18,9 +18,9 @@ def kind_of(name: str) -> str:
     """Return the kind of input that an argument or a setting names: "image", "video", "audio", or "" for none."""
     if "video" in name or name == "second_per_grid_ts":
         return "video"
-    if any(part in name for part in SOUND):
-        return "audio"
-    return "image" if any(part in name for part in ("image", "pixel", "spatial_shapes")) else ""
+    if any(part in name for part in ("image", "pixel", "spatial_shapes")):
+        return "image"
+    return "audio" if any(part in name for part in SOUND) else ""
 
 
 def start_tokens(config: Any) -> list[int]:
@@ -49,7 +49,9 @@ class Placeholders:
     def __init__(self, config: Any):
         self.settings = {token: name for name, token in settings_of(config)}
         self.tokens = torch.tensor(list(self.settings), dtype=torch.int64)
-        self.undrawn = torch.tensor([*self.settings, *start_tokens(config)], dtype=torch.int64)  # behind an input
+        self.undrawn = torch.tensor(
+            [*self.settings, *start_tokens(config)], dtype=torch.int64
+        )  # not drawn after an input
         self.frames_are_images = getattr(config, "model_type", "") in FRAMES_ARE_IMAGES
         self.sampled: dict[bytes, None] = {}  # sequences up to their last placeholder, the latest last
 

@@ -126,4 +126,4 @@ def test_every_command_is_valid(each, tmp_path, monkeypatch):
 
 
 def test_the_suite_takes_about_three_hours():
-    assert 120 <= sum(each.minutes for each in RUNS) <= 180
+    assert 120 <= sum(each.minutes for each in RUNS) <= 200
