@@ -82,7 +82,7 @@ INVENTED = {
         "contenders": {page.TRL[1]: step(6.0), page.TRL[0]: step(2.0), page.PACKED_TRL[0]: step(1.2)},
     },
     "training-120M": {
-        "shape": "120M",
+        "shape": "qwen3_5",
         "title": "125M parameters",
         "cases": [
             {
@@ -234,7 +234,7 @@ def test_every_figure_is_that_of_the_files(root):
         "3.00 × Hugging Face's `generate`, static cache | G1 |",
         "| GRPO step in TRL, 7M, 16 rows in groups of 8 | plain 2.0 s, packed 1.2 s | TRL's default 6.0 s | "
         "An Abacus, AVX2 |",
-        "| forward and backward, 120M, groups of 8, 3 + 4 tokens, one round | packed 2.0 s, exact 2.5 s | "
+        "| forward and backward, qwen3_5, groups of 8, 3 + 4 tokens, one round | packed 2.0 s, exact 2.5 s | "
         "plain 5.0 s | An Abacus, AVX2 |",
         "| PPO: gold score, 0 to 1 | 0.25 ± 0.00 | 0.62 ± 0.12 |",
     ):
