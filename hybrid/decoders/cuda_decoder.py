@@ -45,7 +45,7 @@ from hybrid.kernels.triton_latent import latent_and_rope
 from hybrid.kernels.triton_linear import invariant_linear
 from hybrid.kernels.triton_mamba2 import mamba2
 from hybrid.kernels.triton_recurrent import KernelLayer, StateTables, short_conv
-from hybrid.models.spec import NO_MIXER, XIELU, DecoderLayout, ParamRef
+from hybrid.models.spec import NO_MIXER, XIELU, DecoderLayout, DecoderSpec, ParamRef
 from hybrid.sampling.state import SamplingState
 from hybrid.weights.lora import LowRank
 
@@ -60,6 +60,7 @@ class Step:
     query_scale: factor of each token's queries, [tokens, 1, 1]; None: 1.
     activations: where the layers' inputs are kept; None: nowhere. Never in a graph, which would keep it.
     states: the sequences, as the recurrent layers take them; None without any.
+    per_layer_inputs: [tokens, layers, per_layer_input_size]; None without any.
     """
 
     batch: PackedBatch
@@ -69,6 +70,7 @@ class Step:
     graphed: bool = False
     activations: LayerActivations | None = None
     states: StateTables | None = None
+    per_layer_inputs: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -155,8 +157,9 @@ class CudaDecoder(TorchDecoder):
         self.make_attention: Callable[[AttentionSettings, torch.device], AttentionBackend]
         self.triton_attention = partial(TritonAttention, batch_invariant=batch_invariant)
         self.make_attention = FlashInferAttention if flashinfer else self.triton_attention
-        self.attention: AttentionBackend | None = None
-        self.graphed_attention: TritonAttention | None = None  # of decode steps that are graphs
+        # By the number of a layer's key heads and their elements; the second is of decode steps that are graphs.
+        self.attention: dict[tuple[int, int], AttentionBackend] = {}
+        self.graphed_attention: dict[tuple[int, int], TritonAttention] = {}
         self.max_capture_size, self.capture_sizes = max_capture_size, capture_sizes(max_capture_size)
         # For each size a graph of the layers, and one of the draw for each of the latest kinds of sampling settings.
         self.graphs = Graphs((1 + DRAW_KINDS) * len(self.capture_sizes), capture)
@@ -356,23 +359,33 @@ class CudaDecoder(TorchDecoder):
         self.reserve(batch.block_tables.shape[1] * BLOCK_SIZE)
         query_scale = self._query_scale(batch.positions)
         sequences = batch.state_slots, batch.positions, batch.cu_seqlens
+        inputs = self._per_layer_inputs(batch) if self.spec.per_layer_input_size else None
         assert not self.spec.is_recurrent or batch.state_slots is not None, "sequences of a recurrent model have states"
         if decoding:
             slot_mapping = decode_slot_mapping(batch.positions, batch.block_tables, BLOCK_SIZE)
             states = StateTables(*sequences) if self.spec.is_recurrent else None
-            return Step(batch, True, slot_mapping, query_scale, graphed, states=states)
+            return Step(batch, True, slot_mapping, query_scale, graphed, states=states, per_layer_inputs=inputs)
         tokens = torch.arange(len(batch.ids), dtype=torch.int32, device=batch.ids.device)
         owner, positions = torch.searchsorted(batch.cu_seqlens[1:], tokens, right=True), batch.positions.long()
         blocks = batch.block_tables[owner, positions // BLOCK_SIZE].long()
         slot_mapping = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
         states = StateTables(*sequences, owner) if self.spec.is_recurrent else None
-        return Step(batch, False, slot_mapping, query_scale, activations=activations, states=states)
+        return Step(
+            batch,
+            False,
+            slot_mapping,
+            query_scale,
+            activations=activations,
+            states=states,
+            per_layer_inputs=inputs,
+        )
 
     def _layers(self, hidden: torch.Tensor, step: Step, kv: PagedKV, span: range) -> torch.Tensor:
         """Run the layers of `span`. What a layer adds to the residual stream, the next layer's norm kernel adds."""
         self.read_blocks_of(kv)
         if not step.graphed:
-            self.attention.plan(step.batch, step.decoding)
+            for attention in self.attention.values():
+                attention.plan(step.batch, step.decoding)
         pending = None
         for index in span:
             hidden, pending = self._layer(index, hidden, pending, step, kv)
@@ -394,8 +407,11 @@ class CudaDecoder(TorchDecoder):
             if isinstance(self.spec.recurrent, Mamba2):
                 self.factors = self.spec.recurrent.factors(self.dtype, self.device)
             self.experts_address, self.hidden_address = torch.zeros(2, 1, dtype=torch.int64, device=self.device)
-            arguments = attention_settings(self.spec, self.dtype), self.device
-            self.attention, self.graphed_attention = self.make_attention(*arguments), self.triton_attention(*arguments)
+            for spec in self.layer_specs:
+                if (sizes := (spec.num_kv_heads, spec.head_dim)) not in self.attention:
+                    arguments = attention_settings(spec, self.dtype), self.device
+                    self.attention[sizes] = self.make_attention(*arguments)
+                    self.graphed_attention[sizes] = self.triton_attention(*arguments)
         self.kv_table.copy_(kv_addresses(kv.keys, kv.values))
         if kv.states:
             self.state_table.copy_(state_addresses(kv.states, len(kv.keys)))
@@ -409,7 +425,7 @@ class CudaDecoder(TorchDecoder):
 
     def _layer(
         self, index: int, hidden: torch.Tensor, pending: ResidualUpdate | None, step: Step, kv: PagedKV
-    ) -> tuple[torch.Tensor, ResidualUpdate]:
+    ) -> tuple[torch.Tensor, ResidualUpdate | None]:
         """Run a layer. Takes and gives the residual stream [tokens, hidden] and what is still to be added to it."""
         block, layer = self.blocks[index], self.spec.layers[index]
         norm = "mlp_norm" if layer.mixer == NO_MIXER else "attention_norm"
@@ -432,7 +448,28 @@ class CudaDecoder(TorchDecoder):
             return hidden, ResidualUpdate(output + attended)
         added = self._pending(block, "attention_post_norm", attended)
         x, hidden = self._added_and_normed(block, "mlp_norm", hidden, added)
-        return hidden, self._pending(block, "mlp_post_norm", self._mlp(index, x, record))
+        if "experts_norm.weight" in block:  # the MLP and the experts are parallel
+            dense = self._norm(block, "shared_post_norm", self._shared_experts(block, x))
+            inputs = self._norm(block, "experts_norm", hidden), record, self._router_input(block, hidden)
+            output = dense + self._norm(block, "experts_post_norm", self._mixture(block, *inputs))
+        else:
+            output = self._mlp(index, x, record)
+        return self._with_own_inputs(index, hidden, self._pending(block, "mlp_post_norm", output), step)
+
+    def _with_own_inputs(
+        self, index: int, hidden: torch.Tensor, pending: ResidualUpdate | None, step: Step
+    ) -> tuple[torch.Tensor, ResidualUpdate | None]:
+        """Add a layer's own inputs, and scale the residual stream, if the model does (Gemma 4)."""
+        block = self.blocks[index]
+        if step.per_layer_inputs is not None:
+            hidden = self._added_and_normed(Tensors(), "", hidden, pending)[1]
+            gate = self._activated(block, self._linear(block, "per_layer_input_gate", hidden))
+            output = self._linear(block, "per_layer_projection", gate * step.per_layer_inputs[:, index])
+            pending = self._pending(block, "per_layer_post_norm", output)
+        if "layer_scalar.weight" in block:
+            hidden = self._added_and_normed(Tensors(), "", hidden, pending)[1] * block["layer_scalar.weight"]
+            pending = None
+        return hidden, pending
 
     def _pending(self, block: Tensors, role: str, output: torch.Tensor) -> ResidualUpdate:
         """Return an output, to be normed by `role` if there is such a norm."""
@@ -459,15 +496,17 @@ class CudaDecoder(TorchDecoder):
         step: Step,
         kv: PagedKV,
     ) -> torch.Tensor:
-        assert k is not None and v is not None, "no kernels read another layer's keys and values"
-        spec, layer, batch = self.spec, self.spec.layers[index], step.batch
-        addresses = LayerKV(self.kv_table[index], self.dtype, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
-        blocks = LayerBlocks(kv.keys[index], kv.values[index], addresses)
+        spec, layer, batch, block = self.layer_specs[index], self.spec.layers[index], step.batch, self.blocks[index]
+        source = index if layer.kv_layer is None else layer.kv_layer
+        addresses = LayerKV(self.kv_table[source], self.dtype, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
+        blocks = LayerBlocks(kv.keys[source], kv.values[source], addresses)
+        v = v if v is None else self._norm(block, "v_norm", v)
         cos, sin = self.rope[layer.rotary] if layer.rotary else (None, None)
         qk_norm = None
         if self._norms_in_rope() and layer.qk_norm:
             assert spec.norm == "rms", "queries and keys are normed by RMS norms"
-            weight_q, weight_k = (self.blocks[index][f"{role}.weight"] for role in ("q_norm", "k_norm"))
+            weight_q = block["q_norm.weight"]
+            weight_k = weight_q if k is None else block["k_norm.weight"]
             qk_norm = QKNorm(
                 weight_q, weight_k, spec.norm_eps, spec.norm_offset, spec.norm_float32, after_rope=spec.qk_norm_last
             )
@@ -476,9 +515,13 @@ class CudaDecoder(TorchDecoder):
         )
         q = self._scaled(index, q, step.query_scale)
         # A graph would keep the tensors in `blocks`; ours reads addresses, and so stays valid when blocks move.
-        attention = self.graphed_attention if step.graphed else self.attention
-        sinks = self.blocks[index].get("sinks.weight")
+        attention = self._attention_of(spec, step)
+        sinks = block.get("sinks.weight")
         return attention.attend(step.decoding, q, blocks, batch, layer.window, self.bias, sinks)
+
+    def _attention_of(self, spec: DecoderSpec, step: Step) -> AttentionBackend:
+        """Return the attention of a layer.  spec: with its heads."""
+        return (self.graphed_attention if step.graphed else self.attention)[spec.num_kv_heads, spec.head_dim]
 
     def _recurrent(self, index: int, x: torch.Tensor, step: Step, kv: PagedKV) -> torch.Tensor:
         block, mixer = self.blocks[index], self.spec.recurrent
@@ -502,8 +545,7 @@ class CudaDecoder(TorchDecoder):
         if step.query_scale is not None:
             q, q_rope = q * step.query_scale, q_rope * step.query_scale
         blocks = LayerBlocks(kv.keys[index], kv.values[index], addresses)
-        attention = self.graphed_attention if step.graphed else self.attention
-        read = attention.attend(step.decoding, q, blocks, batch, layer.window, None, None, q_rope)
+        read = self._attention_of(spec, step).attend(step.decoding, q, blocks, batch, layer.window, None, None, q_rope)
         values = x.new_empty(*read.shape[:2], spec.value_dim)
         # Written by rows, so that no copy follows.
         torch.bmm(read.transpose(0, 1), value_up.transpose(1, 2), out=values.transpose(0, 1))
@@ -531,8 +573,7 @@ class CudaDecoder(TorchDecoder):
     def _mixture(
         self, block: Tensors, x: torch.Tensor, record: Record | None, router_input: torch.Tensor | None = None
     ) -> torch.Tensor:
-        assert router_input is None, "no kernels have routers that read the residual stream"
-        weights, chosen = self._routed(block, x, record)
+        weights, chosen = self._routed(block, x if router_input is None else router_input, record)
         is_latent = bool(self.spec.latent_size)
         x = self._linear(block, "latent_in", x) if is_latent else x
         x, weights = self._weighted(x, weights)
@@ -565,8 +606,10 @@ class CudaDecoder(TorchDecoder):
         )
 
     def _norm(self, tensors: Tensors, role: str, x: torch.Tensor) -> torch.Tensor:
-        """x [tokens, size] normed by `role`; unchanged if there is no such norm."""
-        return self._fused_norm(tensors, role, x)[0] if f"{role}.weight" in tensors else x
+        """x [..., size] normed by `role`; unchanged if there is no such norm."""
+        if f"{role}.weight" not in tensors:
+            return x
+        return self._fused_norm(tensors, role, x.flatten(0, -2))[0].view(x.shape)
 
     def _fused_norm(
         self,

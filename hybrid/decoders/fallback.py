@@ -38,8 +38,6 @@ def no_decoder_reason(info: ModelInfo, embedding: Callable[[], torch.Tensor]) ->
 
 def no_triton_reason(spec: DecoderSpec, dtype: torch.dtype) -> str:
     """Return what a decoder in `dtype` lacks Triton kernels for; "" if it has all."""
-    if spec.varies_by_layer:
-        return "layers that differ in their heads, or have inputs of their own, have no kernels for GPUs yet"
     if spec.value_dim and not spec.latent_dim:
         return "values of another size than keys have no kernels for GPUs yet"
     if spec.residual_float32 and dtype != torch.float32:

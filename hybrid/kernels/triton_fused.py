@@ -434,8 +434,8 @@ class QKNorm:
 
 def rope_and_write(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
     rows: torch.Tensor,
@@ -447,7 +447,7 @@ def rope_and_write(
     """Norm and RoPE of q and k; writes k and v to the KV cache.  Returns the new q [tokens, heads, head_dim].
 
     q [tokens, heads, head_dim], k, v [tokens, kv_heads, head_dim]: tokens may be strided, and q's heads, unless the
-        norm is of all of them.
+        norm is of all of them.  k and v None: q alone, of a layer that reads another one's keys and values.
     cos, sin [n, rotary_dim / 2]: in q's dtype to round every product to it, in float32 to round only the result; None:
         no RoPE.
     rows: integers [tokens], the row of cos and sin for each token.
@@ -456,7 +456,8 @@ def rope_and_write(
     interleaved: RoPE pairs are neighbours, not halves.  norm: of q and k; None: no norm.
     Returns q itself if there is neither RoPE nor norm, and the heads of a token are contiguous.
     """
-    (tokens, heads, head_dim), kv_heads = q.shape, k.shape[1]
+    (tokens, heads, head_dim), kv_heads, writes = q.shape, kv.kv_heads, k is not None
+    k, v = (k, v) if k is not None and v is not None else (q[:, :kv_heads], q[:, :kv_heads])
     require_contiguous(q.device, torch.int64, kv.addresses, slot_mapping)
     require_contiguous(q.device, rows.dtype, rows)
     if cos is not None:
@@ -470,13 +471,16 @@ def rope_and_write(
         assert not (whole_row and norm.after_rope), "norms after rope are of each head"
     assert k.dtype == v.dtype == q.dtype, f"queries are {q.dtype}, keys {k.dtype}, values {v.dtype}"
     assert kv.dtype == q.dtype, f"queries are {q.dtype}, cached keys and values {kv.dtype}"
-    assert (kv.kv_heads, kv.head_dim) == (kv_heads, head_dim), "heads of keys and of cached keys differ"
+    assert kv.head_dim == head_dim and not (writes and k.shape[1] != kv_heads), "heads of keys and cached keys differ"
     assert q.stride(2) == 1 and all(x.stride()[1:] == (head_dim, 1) for x in (k, v)), "heads must be contiguous"
     assert not whole_row or q.stride(1) == head_dim, "the heads of a token must be contiguous"
     rotary = 0 if cos is None else 2 * cos.shape[1]
     changes = rotary > 0 or norm is not None or q.stride(1) != head_dim
     q_out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device) if changes else q
-    q_blocks, kv_blocks = triton.cdiv(heads, HEAD_BLOCK) if changes else 0, triton.cdiv(kv_heads, HEAD_BLOCK)
+    q_blocks = triton.cdiv(heads, HEAD_BLOCK) if changes else 0
+    kv_blocks = triton.cdiv(kv_heads, HEAD_BLOCK) if writes else 0
+    if not q_blocks + kv_blocks:
+        return q
     eps, offset, float32_weight = (0.0, 0.0, False) if norm is None else (norm.eps, norm.offset, norm.float32_weight)
     weights = (q, k) if norm is None else (norm.q, norm.k)
     tables = (rows, rows) if cos is None else (cos, sin)

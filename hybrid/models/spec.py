@@ -183,11 +183,6 @@ class DecoderSpec:
         return not self.per_layer_input_size and all(layer.kv_layer is None for layer in self.layers)
 
     @property
-    def varies_by_layer(self) -> bool:
-        """Whether layers differ in the sizes of their heads, or are no chain."""
-        return not self.is_chain or any(layer.head_dim for layer in self.layers)
-
-    @property
     def kv_head_counts(self) -> tuple[int, ...]:
         """The different numbers of key and value heads of its layers."""
         return tuple(sorted({layer.num_kv_heads or self.num_kv_heads for layer in self.layers}))

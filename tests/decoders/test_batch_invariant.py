@@ -151,8 +151,10 @@ def batches(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return logits
 
 
-# Norms of heads; windows, soft caps and rounded scores; ALiBi; transposed weights; experts, with sinks.
-COVERED = ["qwen3", "gemma2", "bloom", "gpt2", "mixtral", "gpt_oss"]
+# Norms of heads; windows, soft caps and rounded scores; ALiBi; transposed weights; experts, with sinks; layers of other
+# heads with inputs of their own, and experts beside an MLP.
+GEMMA4 = "gemma4_text", "gemma4, mixture"
+COVERED = ["qwen3", "gemma2", "bloom", "gpt2", "mixtral", "gpt_oss", *GEMMA4]
 
 
 @pytest.mark.parametrize(("variant", "dtype"), slow_but([("qwen3", HALF)], product(COVERED, (torch.float32, HALF))))
@@ -231,6 +233,6 @@ def test_what_is_not_covered_is_refused(monkeypatch):
         "int8 .* weight_dtype=model": refusal("llama", weight_dtype="int8"),
         "sums over ranks .*inference_tp_size=1": refusal("llama", HybridEngineConfig(inference_tp_size="auto")),
         "FlashInfer's .* attention_backend=triton": refusal("llama", attention_backend="auto"),
-        "differ in their heads.* use false": refusal("gemma4_text"),
+        "values of another size.* use false": refusal("mimo_v2_flash"),
     }.items():
         assert re.search(message, reason), (message, reason)

@@ -31,7 +31,7 @@ from tests.device_ops import DeviceOps
 from tests.kernels import interpreter_bfloat16
 from tests.marks import skip_with_old_transformers, slow_but
 from tests.tiny_models import ALL_FAMILIES as EVERY_FAMILY
-from tests.tiny_models import CROSSED, OF_FAMILY, VOCABULARY, WITHOUT_TRITON, tiny_model, with_peft
+from tests.tiny_models import CROSSED, OF_FAMILY, PER_LAYER_INPUTS, VOCABULARY, WITHOUT_TRITON, tiny_model, with_peft
 
 interpreter_bfloat16.install()
 
@@ -62,9 +62,11 @@ def eager_capture(run: Callable[[], None]) -> Callable[[], None]:
 
 
 def small(variant: str, **changes) -> torch.nn.Module:
-    """A model of two layers."""
+    """A model of two layers; of all of them where layers share keys and values."""
     family, settings = VARIANTS[variant]
     skip_with_old_transformers(family)
+    if family in PER_LAYER_INPUTS:
+        return tiny_model(family, **settings, **changes).to(DEVICE).eval()
     layers = {"bloom": "n_layer", "gpt2": "n_layer", "gptj": "n_layer"}.get(family, "num_hidden_layers")
     settings = {**settings, layers: 2, **changes}
     for name in ("layer_types", "mlp_layer_types"):
@@ -181,7 +183,9 @@ def test_unmerged_lora_matches_peft(variant):
         assert distance(Decoding(decoder, ids).every_logit(), hugging_face(model, ids)) < TOLERANCE
 
 
-@pytest.mark.parametrize("variant", slow_but(["bloom"], [*QUICK, "phi3, rope on half a head", "mixtral"]))
+@pytest.mark.parametrize(
+    "variant", slow_but(["bloom"], [*QUICK, "phi3, rope on half a head", "mixtral", "gemma4_text"])
+)
 def test_half_precision_logits_round_as_hugging_face(variant):
     """Independent roundings would be √2 times as far apart; 0.4 to 0.85 measured."""
     model = small(variant)
@@ -197,7 +201,8 @@ def test_half_precision_logits_round_as_hugging_face(variant):
 # Latent attention: norm, latent of queries, its norm, queries, latent and key, their norm, rope and write, and two
 # products around attention.
 LATENT_LAUNCHES = dict.fromkeys(("youtu", "minicpm3"), 14)
-LAUNCHES = {"gpt_neox": 10, "gptj": 9, "falcon": 9, "phi": 9, "ministral3": 10, **LATENT_LAUNCHES}
+OWN_INPUTS = dict.fromkeys(PER_LAYER_INPUTS, 18)  # also the norm of values, and a factor of the residual stream
+LAUNCHES = {**OWN_INPUTS, "gpt_neox": 10, "gptj": 9, "falcon": 9, "phi": 9, "ministral3": 10, **LATENT_LAUNCHES}
 
 
 @torch.no_grad()
@@ -232,7 +237,9 @@ def check_slices(variant: str) -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="two ranks of one device cannot exchange by NCCL")
-@pytest.mark.parametrize("variant", slow_but(["qwen3"], ["qwen3", "bloom", "mixtral", "olmo2", "falcon, new", LATENTS]))
+@pytest.mark.parametrize(
+    "variant", slow_but(["qwen3"], ["qwen3", "bloom", "mixtral", "olmo2", "falcon, new", "gemma4, mixture", LATENTS])
+)
 def test_slices_equal_hugging_face_at_two_ranks(ranks, variant):
     ranks.run(check_slices, variant)
 

@@ -19,7 +19,7 @@ from tests.decoders import test_cpu_decoder, test_sharded_decoder, test_torch_de
 from tests.decoders.test_torch_decoder import VARIANTS
 from tests.host_groups import host_groups, on_every_rank
 from tests.marks import slow_but
-from tests.tiny_models import CROSSED, LATENT_FAMILIES, VOCABULARY, WITHOUT_TRITON, tiny_model
+from tests.tiny_models import CROSSED, LATENT_FAMILIES, PER_LAYER_INPUTS, VOCABULARY, WITHOUT_TRITON, tiny_model
 
 LENGTHS, LATER = (45, 7, 33), 9  # tokens of the sequences; so many of each follow in a second forward
 SPARE = 3  # rows of the memory that no token is written to
@@ -168,7 +168,7 @@ def test_bfloat16_inputs_are_as_near_to_float32_as_hugging_faces(variant):
             "bloom",
         )
         # A token attends to others that were sent to another expert, in either: 0.75 to 1.23 measured.
-        share = 1.3 if family in (*LATENT_FAMILIES, *WITHOUT_TRITON) else 1.2
+        share = 1.3 if family in (*LATENT_FAMILIES, *PER_LAYER_INPUTS, *WITHOUT_TRITON) else 1.2
         for own, other, reference in zip(layer_inputs.float(), expected.float(), exact, strict=True):
             bound = share * (other - reference)[alike].abs().mean()
             assert (own - reference)[alike].abs().mean() <= bound

@@ -90,7 +90,7 @@ def test_kernels_compile_without_spilling_registers(arch, tmp_path):
 QUICK = [(90, 128)]
 
 
-@pytest.mark.parametrize(("arch", "head_dim"), slow_but(QUICK, product(SHARED_KIB, (64, 80, 96, 128, 256))))
+@pytest.mark.parametrize(("arch", "head_dim"), slow_but(QUICK, product(SHARED_KIB, (64, 80, 96, 128, 256, 512))))
 def test_attention_copies_16_bytes_at_a_time_to_tensor_cores(arch, head_dim, tmp_path):
     """In every group and with the features of models: keys and values go to shared memory without registers, and
     several tiles of them are in flight while one is multiplied."""
@@ -99,6 +99,7 @@ def test_attention_copies_16_bytes_at_a_time_to_tensor_cores(arch, head_dim, tmp
     require_fitting(kernels, arch)
     for case in (case for case in kernels if case["dtype"] == "bf16"):
         is_prefill = case["kernel"] == "_prefill_kernel"
-        products = {90: "wgmma", 100: "tcgen05"}.get(arch, "mma") if is_prefill else "mma"
+        # Of 512 elements (Gemma 4) 32 queries fit into registers, too few for a warp group's products.
+        products = {90: "wgmma", 100: "tcgen05"}.get(arch, "mma") if is_prefill and head_dim <= 256 else "mma"
         assert case[products] > 0, case
         assert case["async_copies_of_16_bytes"] > 0, case
