@@ -88,9 +88,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mistral4": {"qk_nope_head_dim": 8, "qk_head_dim": 16, "head_dim": 16},  # of which partial_rotary_factor is a half
     "nemotron": {"num_key_value_heads": 2},  # none by default
     "recurrent_gemma": {"num_hidden_layers": 3},  # its third layer is the first with attention
-    "vibevoice_asr": {
-        f"{kind}_tokenizer_encoder_config": {"num_filters": 2}
-        for kind in ("acoustic", "semantic")  # doubled six times
+    "vibevoice_asr": {  # its encoders double the filters six times
+        f"{kind}_tokenizer_encoder_config": {"num_filters": 2} for kind in ("acoustic", "semantic")
     },
 }
 

@@ -191,7 +191,7 @@ def rows_with_images(
     return prompts, inputs
 
 
-# Videos and sound, beside images.
+# Prompts with images, videos and audio.
 
 OMNI_TYPES = ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
 TIMED = ("glm4v", "qwen3_vl", "qwen3_5")  # types whose frames have a time as text before each

@@ -448,18 +448,13 @@ class CudaDecoder(TorchDecoder):
             return hidden, ResidualUpdate(output + attended)
         added = self._pending(block, "attention_post_norm", attended)
         x, hidden = self._added_and_normed(block, "mlp_norm", hidden, added)
-        if "experts_norm.weight" in block:  # the MLP and the experts are parallel
-            dense = self._norm(block, "shared_post_norm", self._shared_experts(block, x))
-            inputs = self._norm(block, "experts_norm", hidden), record, self._router_input(block, hidden)
-            output = dense + self._norm(block, "experts_post_norm", self._mixture(block, *inputs))
-        else:
-            output = self._mlp(index, x, record)
-        return self._with_own_inputs(index, hidden, self._pending(block, "mlp_post_norm", output), step)
+        output = self._feed_forward_output(index, x, hidden, record)
+        return self._with_per_layer_inputs(index, hidden, self._pending(block, "mlp_post_norm", output), step)
 
-    def _with_own_inputs(
+    def _with_per_layer_inputs(
         self, index: int, hidden: torch.Tensor, pending: ResidualUpdate | None, step: Step
     ) -> tuple[torch.Tensor, ResidualUpdate | None]:
-        """Add a layer's own inputs, and scale the residual stream, if the model does (Gemma 4)."""
+        """Add the per-layer inputs to the residual stream, and scale it, if the model does (Gemma 4)."""
         block = self.blocks[index]
         if step.per_layer_inputs is not None:
             hidden = self._added_and_normed(Tensors(), "", hidden, pending)[1]

@@ -594,15 +594,22 @@ class TorchDecoder(WholeDecoder):
         """Return `hidden` with the output of its MLP or mixture added."""
         block = self.blocks[index]
         x, record = self._norm(block, "mlp_norm", hidden), self._record(index, step, kv)
-        if "experts_norm.weight" in block:  # the MLP and the experts are parallel
-            dense = self._norm(block, "shared_post_norm", self._shared_experts(block, x))
-            mixed = self._mixture(
-                block, self._norm(block, "experts_norm", hidden), record, self._router_input(block, hidden)
-            )
-            output = dense + self._norm(block, "experts_post_norm", mixed)
-        else:
-            output = self._mlp(index, x, record)
+        output = self._feed_forward_output(index, x, hidden, record)
         return self._added(hidden, self._norm(block, "mlp_post_norm", output))
+
+    def _feed_forward_output(
+        self, index: int, x: torch.Tensor, hidden: torch.Tensor, record: torch_ops.Record | None
+    ) -> torch.Tensor:
+        """Return the output of a layer's MLP or mixture, before its norm.  x: `hidden` after `mlp_norm`."""
+        block = self.blocks[index]
+        if "experts_norm.weight" not in block:
+            return self._mlp(index, x, record)
+        # The MLP and the experts are parallel.
+        dense = self._norm(block, "shared_post_norm", self._shared_experts(block, x))
+        mixed = self._mixture(
+            block, self._norm(block, "experts_norm", hidden), record, self._router_input(block, hidden)
+        )
+        return dense + self._norm(block, "experts_post_norm", mixed)
 
     def _router_input(self, block: Tensors, hidden: torch.Tensor) -> torch.Tensor:
         """Return the router's input where it reads the residual stream."""

@@ -225,10 +225,7 @@ def rope_table(module: nn.Module, layer_type: str) -> Table:
     kind = {} if layer_type == "rope" else {"layer_type": layer_type}
     rope_type = getattr(module, "rope_type", "default")
     rope_type = rope_type[layer_type] if isinstance(rope_type, dict) else rope_type
-    # Called on the module's own device: its forward moves the frequencies to the device of the input.
-    device = next(module.buffers()).device
-    position = torch.ones(1, 1, dtype=torch.long, device=device)
-    first, second = module.forward(torch.empty(0, device=device), position, **kind)[0].chunk(2, dim=-1)
+    first, second = cosines_at_one(module, **kind).chunk(2, dim=-1)
     if not torch.equal(first, second):
         raise OtherFamily(f"{type(module).__name__}: the second half of its table does not repeat the first")
 
@@ -243,6 +240,14 @@ def rope_table(module: nn.Module, layer_type: str) -> Table:
     return table
 
 
+def cosines_at_one(module: nn.Module, **kind: str) -> torch.Tensor:
+    """Return a rotary module's cosines of position 1, float32 [1, 1, n].  kind: its `layer_type`, if it takes one."""
+    # Called on the module's own device: its forward moves the frequencies to the device of the input.
+    device = next(module.buffers()).device
+    position = torch.ones(1, 1, dtype=torch.long, device=device)
+    return module.forward(torch.empty(0, device=device), position, **kind)[0]
+
+
 def every_nth(module: nn.Module, step: int) -> Table:
     """Return the tables of a module by its own forward, with every `step`-th of its columns."""
 
@@ -255,10 +260,8 @@ def every_nth(module: nn.Module, step: int) -> Table:
 
 def paired_table(module: nn.Module, layer_type: str) -> Table:
     """As `rope_table`, of a module whose table has each angle twice in a row (Cohere, GLM-4.1V)."""
-    device = next(module.buffers()).device
-    position = torch.ones(1, 1, dtype=torch.long, device=device)
-    angles = module.forward(torch.empty(0, device=device), position)[0]
-    if not torch.equal(angles[..., ::2], angles[..., 1::2]):
+    cosines = cosines_at_one(module)
+    if not torch.equal(cosines[..., ::2], cosines[..., 1::2]):
         raise OtherFamily(f"{type(module).__name__}: its table does not have each angle twice in a row")
     return every_nth(module, 2)
 

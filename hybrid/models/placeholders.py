@@ -49,9 +49,8 @@ class Placeholders:
     def __init__(self, config: Any):
         self.settings = {token: name for name, token in settings_of(config)}
         self.tokens = torch.tensor(list(self.settings), dtype=torch.int64)
-        self.undrawn = torch.tensor(
-            [*self.settings, *start_tokens(config)], dtype=torch.int64
-        )  # not drawn after an input
+        # Tokens that are not sampled after a prompt with an input.
+        self.undrawn = torch.tensor([*self.settings, *start_tokens(config)], dtype=torch.int64)
         self.frames_are_images = getattr(config, "model_type", "") in FRAMES_ARE_IMAGES
         self.sampled: dict[bytes, None] = {}  # sequences up to their last placeholder, the latest last
 

@@ -151,8 +151,8 @@ def batches(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return logits
 
 
-# Norms of heads; windows, soft caps and rounded scores; ALiBi; transposed weights; experts, with sinks; layers of other
-# heads with inputs of their own, and experts beside an MLP.
+# Norms of heads; windows, soft caps and rounded scores; ALiBi; transposed weights; experts, with sinks; head sizes and
+# inputs that differ by layer, and experts parallel to an MLP.
 GEMMA4 = "gemma4_text", "gemma4, mixture"
 COVERED = ["qwen3", "gemma2", "bloom", "gpt2", "mixtral", "gpt_oss", *GEMMA4]
 

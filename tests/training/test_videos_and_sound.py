@@ -22,7 +22,7 @@ MEDIA = {
     "qwen2_5_vl": ["v", "iv", "", "ii", "vv"],
     "qwen3_vl": ["v", "iv", "", "ii", "vv"],
     "qwen3_5": ["v", "iv", "", "ii", "vv"],
-    "glm4v": ["v", "", "vv"],  # its forward takes no images beside videos (transformers 5.23)
+    "glm4v": ["v", "", "vv"],  # one forward cannot have images and videos (transformers 5.23)
     "qwen2_5_omni_thinker": ["a", "iia", "", "iaa", "v"],
     "qwen3_omni_moe_thinker": ["a", "iia", "", "iaa", "v"],
     "qwen2_audio": ["a", "aa", "", "a", "aa"],
