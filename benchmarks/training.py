@@ -23,7 +23,7 @@ from deepspeed.accelerator import get_accelerator
 
 import hybrid
 from benchmarks import results, tables
-from benchmarks.cases import make_model
+from benchmarks.cases import RECURRENT, SHAPES, make_model
 from benchmarks.machine import hardware
 from benchmarks.overhead import LiveBytes
 from benchmarks.ranks import start_ranks
@@ -178,7 +178,7 @@ def trl_pass(
 def parse() -> argparse.Namespace:
     """The command's arguments."""
     parser = results.parser(__doc__)
-    parser.add_argument("--shape", default="10M", help="a key of benchmarks.cases.SHAPES")
+    parser.add_argument("--shape", choices=[*SHAPES, *RECURRENT], default="10M")
     parser.add_argument("--dtype", choices=("f32", "bf16"), default="f32")
     parser.add_argument("--stage", type=int, choices=range(4), default=2, help="of ZeRO; 3: without TRL")
     parser.add_argument("--lora", type=int, default=0, help="rank of a LoRA; 0: all weights learn")
