@@ -27,7 +27,7 @@ ALL_REDUCE_S = 10e-6  # of a small message between GPUs of a host
 GRAPH_KERNEL_S = 1.5e-6  # of a kernel in a CUDA graph, from one to the next
 EAGER_KERNEL_S = 8e-6  # of a kernel that Python launches
 KERNELS_A_LAYER, EAGER_KERNELS_A_LAYER = 10, 30  # of our decoder, and of Hugging Face's Llama
-SAMPLING_PASSES = 3  # over float32 logits
+SAMPLING_PASSES = 4  # over bfloat16 logits: the head's output, its copy into the state, the draw
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def decode_step(sizes: Sizes, device: Device, tp_size: int, rollout: Rollout) ->
         attention=device.read_s(cached),
         all_reduce=2 * sizes.layers * (ALL_REDUCE_S + ring) if tp_size > 1 else 0.0,
         launches=sizes.layers * KERNELS_A_LAYER * GRAPH_KERNEL_S,
-        sampling=device.read_s(SAMPLING_PASSES * rollout.rows * sizes.vocabulary * 4),
+        sampling=device.read_s(SAMPLING_PASSES * rollout.rows * sizes.vocabulary * BYTES),
     )
 
 

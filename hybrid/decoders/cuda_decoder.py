@@ -224,8 +224,8 @@ class CudaDecoder(TorchDecoder):
         return self._layers(hidden, self._step(batch, activations=activations), kv, range(first, last))
 
     def decode(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
-        """Return the logits after one new token for each sequence, float32 [sequences, vocabulary]; valid until the
-        next call.
+        """Return the logits after one new token for each sequence, float32 [sequences, vocabulary]. In float32 they are
+        valid until the next call.
 
         Replayed from a graph for at most `max_capture_size` sequences.
         """
@@ -233,7 +233,7 @@ class CudaDecoder(TorchDecoder):
             return self.eager_decode(batch, kv)
         size = self._load(batch, kv)
         self._run(("decode", size), size, partial(self._decode_step, size))
-        return self.state.logits[: len(batch.ids)]
+        return self.state.logits[: len(batch.ids)].float()
 
     def decode_steps(
         self, batch: PackedBatch, kv: PagedKV, sampling: SamplingState, steps: int
@@ -272,7 +272,8 @@ class CudaDecoder(TorchDecoder):
         size = self._captured_size(count)
         if self.state is None or self.state.capacity < size:
             self._drop_state()
-            self.state = DecodeState(self._capacity(size), self.positions, self._num_logits, self.device)
+            sizes = self._capacity(size), self.positions, self._num_logits
+            self.state = DecodeState(*sizes, self.dtype, self.device)
         self.read_blocks_of(kv)
         self.state.load(batch, size)
         return size
@@ -292,7 +293,8 @@ class CudaDecoder(TorchDecoder):
         measured on a device yet."""
         size = self._captured_size(sequences)
         capacity = self._capacity(size)
-        state = DecodeState(capacity, rounded_up(tokens), self._num_logits, torch.device("meta")).nbytes
+        sizes = capacity, rounded_up(tokens), self._num_logits
+        state = DecodeState(*sizes, self.dtype, torch.device("meta")).nbytes
         pool = self.activation_bytes(size) + size * self._num_logits * self.dtype.itemsize
         return state + self._attention_bytes + pool * (size <= self.max_capture_size)
 

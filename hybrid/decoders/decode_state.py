@@ -25,11 +25,11 @@ class DecodeState:
     adapters: int32 [capacity], as PackedBatch's.
     steps: int32 [capacity], tokens recorded since `load_draws`.  tokens: int64 [MAX_STEPS, capacity].
     logps: float32 [4, MAX_STEPS, capacity]: sampling, old, raw, sampling mask.
-    logits: float32 [capacity, vocab_size].
+    logits: [capacity, vocab_size], of the model's dtype: sampling reads them so.
     values: float32 [capacity, 6], as SamplingState's.
     """
 
-    def __init__(self, capacity: int, tokens: int, vocab_size: int, device: torch.device):
+    def __init__(self, capacity: int, tokens: int, vocab_size: int, dtype: torch.dtype, device: torch.device):
         self.capacity, self.vocab_size, self.device = capacity, vocab_size, device
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -42,7 +42,7 @@ class DecodeState:
         self.cu_seqlens = torch.arange(capacity + 1, dtype=torch.int32, device=device)
         self.tokens = zeros(MAX_STEPS, capacity)
         self.logps = zeros(len(PER_TOKEN), MAX_STEPS, capacity, dtype=torch.float32)
-        self.logits = zeros(capacity, vocab_size, dtype=torch.float32)
+        self.logits = zeros(capacity, vocab_size, dtype=dtype)
         self.values = zeros(capacity, 6, dtype=torch.float32)
         self.stop_token_ids: dict[int, torch.Tensor] = {}  # by their number
         self.seen: torch.Tensor | None = None  # uint8 [capacity, vocab + 1]; the last column is for no token

@@ -9,10 +9,10 @@ second has one program per row. It needs those maxima and sums, and again only t
   about k subs for top-k, and for top-p about as many as the nucleus has tokens. Passes over these with 8 pivots narrow
   the interval until it holds at most TILE scores, which a search by halving in registers then finishes.
 
-Two launches for every setting and batch. Bytes read per row of 151936 logits (608 kB), the logits' part of the second
+Two launches for every setting and batch. Bytes read per row of 151936 float32 logits (608 kB), the logits' part of the second
 launch counted in Triton's interpreter:
 
-    setting                            first launch   second launch
+    setting                            first launch   second launch        (logits of 16 bits: half)
     plain, temperature, greedy         608 kB         14 kB of sums + 0.5 kB
     repetition penalty                 + 152 kB seen  24 kB of sums, a fourth more for each logit read
     min_new_tokens                     608 kB         24 kB of sums
@@ -38,6 +38,7 @@ temperature, as the CPU kernels do.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -192,7 +193,7 @@ def _sums_kernel(
     own_subs = chunk * subs + tl.arange(0, subs)
     ids = own_subs[:, None] * SUB + tl.arange(0, SUB)[None, :]
     is_token = ids < vocab
-    x = tl.load(logits + row * logits_stride + ids, mask=is_token, other=float("-inf"))
+    x = tl.load(logits + row * logits_stride + ids, mask=is_token, other=float("-inf")).to(tl.float32)
     temperature = tl.load(values + TEMPERATURE)
     inverse = 1.0 / tl.where(temperature == 0, 1.0, temperature)
     num_stops = _stops_of(values, tl.load(positions + row), num_stops, SHORT)
@@ -242,7 +243,7 @@ def _keys_of(
     slots = tile + lanes // SUB
     ids = tl.load(active + slots, mask=slots < count, other=0) * SUB + lanes % SUB
     is_token = (slots < count) & (ids < vocab)
-    x = tl.load(logits + ids, mask=is_token, other=float("-inf"))
+    x = tl.load(logits + ids, mask=is_token, other=float("-inf")).to(tl.float32)
     scores = _scores(x, ids, is_token, seen, penalty, stops, num_stops, PENALIZED, SHORT)
     return tl.where(is_token, _key(scores), NOTHING)
 
@@ -554,7 +555,7 @@ def _draw_kernel(
     lanes = tl.arange(0, SUB)
     ids = sub * SUB + lanes
     is_token = ids < vocab
-    x = tl.load(logits + ids, mask=is_token, other=float("-inf"))
+    x = tl.load(logits + ids, mask=is_token, other=float("-inf")).to(tl.float32)
     scores = _scores(x, ids, is_token, seen, penalty, stops, num_stops, PENALIZED, SHORT)
     weights = tl.exp((scores - base) * inverse)
     if TOP_K or TOP_P or MIN_P:
@@ -621,7 +622,7 @@ def sample(
     truncation; its logprobs are under softmax(scores), softmax(logits) and softmax(logits). A row whose scores have no
     softmax (NaN, +inf, or -inf alone) gets logprobs of NaN.
 
-    logits float32 [rows, vocab], rows may be strided; they are not written.
+    logits [rows, vocab] of any floating type, computed with in float32; rows may be strided; they are not written.
     keys int64 [rows]: of `stream_keys`.  positions int32 or int64 [rows]: index of the new token in its completion.
     values float32 [rows, 6] on the device, of `values_of_rows`: temperature, top_k, top_p, min_p, repetition_penalty,
         min_new_tokens of each row. A captured graph works for all values of the same features.
@@ -630,7 +631,7 @@ def sample(
     stop_token_ids int64 [n]: these are not drawn at positions below min_new_tokens.
     Returns tokens int64 [rows], three logprobs float32 [rows] and the sampling mask, as SamplerOutput's.
     """
-    assert logits.dtype == torch.float32 and logits.stride(1) == 1, "logits are float32, their rows contiguous"
+    assert logits.is_floating_point() and logits.stride(1) == 1, "logits are numbers, those of a row contiguous"
     assert positions.dtype in (torch.int32, torch.int64), "positions are int32 or int64"
     rows, vocab = logits.shape
     assert values.shape == (rows, 6), "values are six of each row: see values_of_rows"
@@ -653,7 +654,7 @@ def sample(
     processed = {"PENALIZED": features.repetition_penalty, "SHORT": features.min_new_tokens}
     changes = any(processed.values())
     truncations = {"TOP_K": features.top_k, "TOP_P": features.top_p, "MIN_P": features.min_p}
-    empty = logits.new_empty
+    empty = partial(torch.empty, dtype=torch.float32, device=logits.device)
     maxima, sums = empty((1 + changes, rows, subs)), empty((2 + changes, rows, subs))
     scratch = empty((rows, TILE + 3 * size) if any(truncations.values()) else 1, dtype=torch.int32)
     tokens, logprobs = empty(rows, dtype=torch.int64), empty((4, rows))

@@ -69,7 +69,7 @@ class SamplingState:
         """Sample on the device, without waiting for it.
 
         Args:
-            logits: float32 [rows, vocab].
+            logits: [rows, vocab], of any floating type.
             keys: as the field's, of each row; likewise positions.
             positions: int64 [rows].
             values: float32 [rows, 6], as the property's.
@@ -83,7 +83,7 @@ class SamplingState:
             assert self.params.is_uniform, (
                 "a graph samples from slices of the vocabulary with the same settings in each row"
             )
-            return in_fields(sample_sharded(logits, keys, positions, self.params, self.vocabulary, values))
+            return in_fields(sample_sharded(logits.float(), keys, positions, self.params, self.vocabulary, values))
         from hybrid.kernels.triton_sampling import sample, sampling_features
 
         features = sampling_features(self.params.table)

@@ -117,7 +117,7 @@ def test_captured_draws_over_ranks_are_those_outside_of_a_graph(sampling, monkey
     """From logits that are written after the capture; those that read host memory would be of the capture's."""
     vocabulary, capture = VocabularySlice(EqualRanks(2, 2), 100), RecordedCapture(monkeypatch)
     draws = sampling_of(vocabulary, 2, SETTINGS[sampling])
-    state = DecodeState(2, 32, vocabulary.width, torch.device("cpu"))
+    state = DecodeState(2, 32, vocabulary.width, torch.float32, torch.device("cpu"))
     state.load_draws(draws)
     capture.host.append(draws.params.table)
     replay = capture(partial(state.draw, draws, 2))

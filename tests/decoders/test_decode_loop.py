@@ -361,7 +361,7 @@ def test_drawing_takes_three_launches_and_never_waits_for_the_device(sampling, m
     keys, token_ids = drawn.sampling_keys, drawn.prompt_ids if SETTINGS[sampling].repetition_penalty > 1 else None
     stops, params = drawn.stop_token_ids, drawn.row_params()
     draws = SamplingState(keys, torch.zeros_like(keys), drawn.limits, stops, 0, params, token_ids)
-    state = DecodeState(8, 64, VOCABULARY, torch.device(DEVICE))
+    state = DecodeState(8, 64, VOCABULARY, torch.float32, torch.device(DEVICE))
     state.load_draws(draws)
     ops = launches_in(lambda: state.draw(draws, 4), monkeypatch)
     assert ops.seen == ["_sums_kernel", "_draw_kernel", "_advance_kernel"] and not ops.waits

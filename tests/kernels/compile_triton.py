@@ -217,13 +217,15 @@ def launch_loop() -> None:
 
 
 def launch_sampling() -> None:
-    """Every combination of features at a vocabulary of 152k. Positions of both types."""
-    logits, seen = torch.empty(4, 151936), torch.empty(4, 151936, dtype=torch.uint8)
+    """Every combination of features at a vocabulary of 152k. Positions and logits of both types."""
+    of_dtype = {dtype: torch.empty(4, 151936, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
+    seen = torch.empty(4, 151936, dtype=torch.uint8)
     keys, stop_token_ids = torch.empty(4, dtype=torch.int64), torch.empty(2, dtype=torch.int64)
     for index, choice in enumerate(itertools.product((False, True), repeat=len(fields(SamplingFeatures)))):
         positions = torch.empty(4, dtype=(torch.int32, torch.int64)[index % 2])
         features = SamplingFeatures(*choice)
-        triton_sampling.sample(logits, keys, positions, torch.empty(4, 6), features, seen, stop_token_ids)
+        for logits in of_dtype.values():
+            triton_sampling.sample(logits, keys, positions, torch.empty(4, 6), features, seen, stop_token_ids)
 
 
 def launch_scoring() -> None:

@@ -277,6 +277,15 @@ def test_a_row_of_sampling_is_identical_in_every_batch(setting):
         assert torch.equal(expected[order], actual)
 
 
+@pytest.mark.parametrize("setting", ["plain", "all"])
+def test_logits_of_16_bits_are_sampled_as_in_float32(setting):
+    """Bit for bit: they are converted as they are read."""
+    logits, seen = torch.randn(4, CHUNK + 11).to(DEVICE, torch.bfloat16), seen_tokens(4, CHUNK + 11)
+    drawn = keys_of(4), torch.arange(4, device=DEVICE), SETTINGS[setting], seen
+    for actual, expected in zip(draw(logits, *drawn), draw(logits.float(), *drawn), strict=True):
+        assert actual.dtype == expected.dtype and torch.equal(actual, expected)
+
+
 def test_rows_of_different_settings_are_each_sampled_as_alone():
     """The kernels, compiled for the features of all rows, against those compiled for a row's own."""
     rows, vocab = len(SETTINGS), CHUNK + 1
