@@ -44,7 +44,7 @@ from hybrid.kernels.triton_int8 import int8_linear
 from hybrid.kernels.triton_latent import latent_and_rope
 from hybrid.kernels.triton_linear import invariant_linear
 from hybrid.kernels.triton_mamba2 import mamba2
-from hybrid.kernels.triton_recurrent import KernelLayer, StateTables, short_conv
+from hybrid.kernels.triton_recurrent import KernelLayer, StateTables, chunks_of, short_conv
 from hybrid.models.spec import NO_MIXER, XIELU, DecoderLayout, DecoderSpec, ParamRef
 from hybrid.sampling.state import SamplingState
 from hybrid.weights.lora import LowRank
@@ -125,8 +125,8 @@ class CudaDecoder(TorchDecoder):
     capture: as in Graphs.
     flashinfer: whether FlashInfer computes the attention of prefill, and of decode steps that are not graphs. Its plan
         of each forward waits for the device.
-    batch_invariant: whether a token's logits have the same bits in any batch, in prefill and in decode steps. Not for
-        recurrent layers, latent attention, FlashInfer, and slices of ranks.
+    batch_invariant: whether a token's logits have the same bits in any batch, in prefill and in decode steps. Recurrent
+        layers then go from token to token in prefill too. Not for latent attention, FlashInfer, and slices of ranks.
     """
 
     # A longer context has more than two tiles, which attention divides if the batch leaves multiprocessors idle.
@@ -151,7 +151,7 @@ class CudaDecoder(TorchDecoder):
         batch_invariant: bool = False,
     ):
         super().__init__(layout, weights, dtype, lora_deltas, copies)
-        varies = flashinfer or self.spec.is_recurrent or self.spec.latent_dim or self.group is not None
+        varies = flashinfer or self.spec.latent_dim or self.group is not None
         assert not (batch_invariant and varies), "its kernels choose their sums by the batch"
         self.batch_invariant = batch_invariant
         self.make_attention: Callable[[AttentionSettings, torch.device], AttentionBackend]
@@ -360,18 +360,16 @@ class CudaDecoder(TorchDecoder):
         self.token_adapters = batch.adapters
         self.reserve(batch.block_tables.shape[1] * BLOCK_SIZE)
         query_scale = self._query_scale(batch.positions)
-        sequences = batch.state_slots, batch.positions, batch.cu_seqlens
         inputs = self._per_layer_inputs(batch) if self.spec.per_layer_input_size else None
-        assert not self.spec.is_recurrent or batch.state_slots is not None, "sequences of a recurrent model have states"
         if decoding:
             slot_mapping = decode_slot_mapping(batch.positions, batch.block_tables, BLOCK_SIZE)
-            states = StateTables(*sequences) if self.spec.is_recurrent else None
+            states = self._state_tables(batch, None) if self.spec.is_recurrent else None
             return Step(batch, True, slot_mapping, query_scale, graphed, states=states, per_layer_inputs=inputs)
         tokens = torch.arange(len(batch.ids), dtype=torch.int32, device=batch.ids.device)
         owner, positions = torch.searchsorted(batch.cu_seqlens[1:], tokens, right=True), batch.positions.long()
         blocks = batch.block_tables[owner, positions // BLOCK_SIZE].long()
         slot_mapping = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
-        states = StateTables(*sequences, owner) if self.spec.is_recurrent else None
+        states = self._state_tables(batch, owner) if self.spec.is_recurrent else None
         return Step(
             batch,
             False,
@@ -381,6 +379,18 @@ class CudaDecoder(TorchDecoder):
             states=states,
             per_layer_inputs=inputs,
         )
+
+    def _state_tables(self, batch: PackedBatch, owners: torch.Tensor | None) -> StateTables:
+        """Return the tables of recurrent layers.  owners: int64 [tokens], each token's sequence; None in a decode step.
+
+        If the decoder is batch invariant, decode steps run the kernels of prefills, which go from token to token.
+        """
+        assert batch.state_slots is not None, "sequences of a recurrent model have states"
+        if owners is None and self.batch_invariant:
+            owners = batch.cu_seqlens[:-1].long()
+        by_chunks = owners is not None and not self.batch_invariant and self.dtype == torch.bfloat16
+        chunks = chunks_of(batch.cu_seqlens, len(batch.ids)) if by_chunks else None
+        return StateTables(batch.state_slots, batch.positions, batch.cu_seqlens, owners, chunks)
 
     def _layers(self, hidden: torch.Tensor, step: Step, kv: PagedKV, span: range) -> torch.Tensor:
         """Run the layers of `span`. What a layer adds to the residual stream, the next layer's norm kernel adds."""

@@ -1,9 +1,17 @@
 """Gated delta nets and Kimi delta attention in Triton: between the projections a decode step is one launch.
 
 They round where `torch_delta_net` does. A prefill has launches for the convolution, for the ring of its latest inputs,
-for the rule, and for the gated norm. As in FLA's and vLLM's recurrent kernels, the rule's programs divide a head's
-values, hold their part of its matrix in registers, and go through the new tokens of one sequence.
+for the rule, and for the gated norm. The rule's programs divide a head's values, hold their part of its matrix in
+registers, and go through the new tokens of one sequence: from token to token, or by chunks.
+
+By chunks (arXiv:2412.06464, section 3.3), of keys k, values v, betas b and the decay Γ_ij from token j to token i: what
+the tokens of a chunk write, one row each, is N = T (V - e^g K S) where S is the state before the chunk, e^g the decay
+since its beginning, and T = (I + A)^-1 diag(b), A_ij = b_i Γ_ij k_i·k_j for j < i. They read e^g Q S + (Γ ∘ Q K^T) N. T
+depends on no state, so that a launch before computes it for all chunks at once; the matrices W and U that FLA stores,
+four times as large at 128 keys and values, are not needed.
 """
+
+from functools import partial
 
 import torch
 import triton
@@ -12,16 +20,21 @@ import triton.language as tl
 from hybrid.kernels import require_contiguous
 from hybrid.kernels.torch_delta_net import GatedDeltaNet, KimiDeltaAttention
 from hybrid.kernels.triton_recurrent import (
+    CHUNK,
     DECODE_CELLS,
     SCAN_CELLS,
     KernelLayer,
     convolve_step,
+    decays_between,
+    product,
     rounded,
     sigmoid,
     softplus,
     state_of,
     warps_of,
 )
+
+CHUNK_VALUES = 16  # of a program that goes by chunks
 
 
 def delta_net(mixer: GatedDeltaNet, x: torch.Tensor, layer: KernelLayer) -> torch.Tensor:
@@ -75,13 +88,17 @@ def delta_rule(
         qkv = layer.convolved(qkv)
     out = torch.empty(len(qkv), value_heads * value_dim, dtype=qkv.dtype, device=qkv.device)
     block_k, block_v = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
-    block_v = min(block_v, max((DECODE_CELLS if tables.decoding else SCAN_CELLS) // block_k, 1))
+    chunked = tables.chunks is not None and not by_key
+    if chunked:
+        block_k, block_v = max(block_k, 16), min(max(block_v, 16), CHUNK_VALUES)  # 16: the least of a product
+    else:
+        block_v = min(block_v, max((DECODE_CELLS if tables.decoding else SCAN_CELLS) // block_k, 1))
     products = qkv, b, a, *vectors[:2]
     sequences = layer.addresses, tables.slots, tables.positions
     strides = qkv.stride(0), b.stride(0), a.stride(0)
     sizes = {"KEY_HEADS": key_heads, "VALUE_HEADS": value_heads, "KEY_DIM": key_dim, "VALUE_DIM": value_dim}
-    blocks = {"BLOCK_K": block_k, "BLOCK_V": block_v, "num_warps": warps_of(block_k * block_v)}
-    features = {"BY_KEY": by_key, **sizes, **blocks}
+    blocks = {"BLOCK_K": block_k, "BLOCK_V": block_v}
+    features = {"BY_KEY": by_key, **sizes, **blocks, "num_warps": warps_of(block_k * block_v)}
     if tables.decoding:
         conv_bias, taps = conv if bias is None else bias, {"WIDTH": len(conv), "HAS_BIAS": bias is not None}
         inputs = *products, z, conv, conv_bias, vectors[2], *sequences, out, *strides, z.stride(0)
@@ -89,8 +106,18 @@ def delta_rule(
             *inputs, *conv.stride(), beta_scale, eps, **taps, **features
         )
         return out
-    inputs = *products, *sequences, tables.cu_seqlens, out, *strides, beta_scale
-    _delta_scan_kernel[(len(tables.slots), value_heads, triton.cdiv(value_dim, block_v))](*inputs, **features)
+    grid = len(tables.slots), value_heads, triton.cdiv(value_dim, block_v)
+    if chunked:
+        number, wide = len(tables.chunks), partial(torch.empty, dtype=torch.float32, device=qkv.device)
+        solved = wide(number, value_heads, 2, CHUNK, CHUNK), wide(number, value_heads, 3, CHUNK)
+        sizes |= {"BLOCK_K": block_k, "CHUNK": CHUNK}
+        inputs = *products, tables.cu_seqlens, tables.chunks, *solved, *strides, beta_scale
+        _delta_solve_kernel[(number, value_heads)](*inputs, **sizes)
+        inputs = qkv, *sequences, tables.cu_seqlens, *solved, out, qkv.stride(0)
+        _delta_chunk_kernel[grid](*inputs, **sizes, BLOCK_V=block_v, num_stages=2)
+    else:
+        inputs = *products, *sequences, tables.cu_seqlens, out, *strides, beta_scale
+        _delta_scan_kernel[grid](*inputs, **features)
     norm = {"VALUE_HEADS": value_heads, "VALUE_DIM": value_dim, "BY_KEY": by_key}
     grid, block = (len(out), value_heads), triton.next_power_of_2(value_dim)
     _gated_norm_kernel[grid](out, z, vectors[2], z.stride(0), eps, BLOCK=block, num_warps=1, **norm)
@@ -101,6 +128,19 @@ def delta_rule(
 def _unit(x):
     """x [elements] divided by its norm, float32."""
     return x / tl.sqrt(tl.sum(x * x, 0) + 1e-6)
+
+
+@triton.jit
+def _beta(b, beta_scale):
+    """Return the betas of the products `b`, any shape, float32."""
+    return rounded(rounded(sigmoid(b.to(tl.float32)), b.dtype) * beta_scale, b.dtype)
+
+
+@triton.jit
+def _inverse_norms(x):
+    """Return 1 / |row| of a matrix, float32 [rows]."""
+    x = x.to(tl.float32)
+    return 1.0 / tl.sqrt(tl.sum(x * x, 1) + 1e-6)
 
 
 @triton.jit
@@ -119,8 +159,7 @@ def _gates(
     BY_KEY: tl.constexpr,
 ):
     """Return a token's decay, float32 [keys, 1] if BY_KEY, else a number; and its beta."""
-    beta = sigmoid(tl.load(b + token * b_stride + head).to(tl.float32))
-    beta = rounded(rounded(beta, b.dtype.element_ty) * beta_scale, b.dtype.element_ty)
+    beta = _beta(tl.load(b + token * b_stride + head), beta_scale)
     rate = tl.exp(tl.load(a_log + head).to(tl.float32))
     if BY_KEY:
         element, is_key = head * KEY_DIM + key, key < KEY_DIM
@@ -305,3 +344,135 @@ def _delta_scan_kernel(
         tl.store(out + at, read.to(out.dtype.element_ty), mask=is_value)
         token += 1
     tl.store(cell, state, mask=is_cell & is_kept)
+
+
+@triton.jit
+def _inverse(a, CHUNK: tl.constexpr):
+    """Return (I + a)^-1 of a strictly lower triangular matrix a, float32 [CHUNK, CHUNK], by forward substitution.
+
+    (I - a)(I + a²)(I + a⁴)… would take fewer steps, but its powers grow like binomials where keys repeat, and cancel.
+    """
+    at = tl.arange(0, CHUNK)
+    inverse = tl.where(at[:, None] == at[None, :], 1.0, tl.zeros_like(a))
+    for i in range(1, CHUNK):
+        is_row = (at == i)[:, None]
+        factors = tl.sum(tl.where(is_row, a, 0.0), 0)  # of the rows before
+        inverse = tl.where(is_row, inverse - tl.sum(factors[:, None] * inverse, 0)[None, :], inverse)
+    return inverse
+
+
+@triton.jit
+def _delta_solve_kernel(
+    qkv,
+    b,
+    a,
+    dt_bias,
+    a_log,
+    cu_seqlens,
+    chunks,
+    solved,
+    factors,
+    qkv_stride,
+    b_stride,
+    a_stride,
+    beta_scale,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One program per chunk and value head: what the rule needs of it beside the state.
+
+    chunks: of `chunks_of`.  qkv [tokens, channels]: after the convolution.
+    Writes the matrices T and Γ ∘ Q K^T, transposed, to solved, float32 [chunks, VALUE_HEADS, 2, CHUNK, CHUNK]; and
+    factors, float32 [chunks, VALUE_HEADS, 3, CHUNK]: the log of the decay since the chunk's beginning, 1 / |key|, and
+    what queries are scaled by.
+    """
+    chunk, head, at, key = tl.program_id(0), tl.program_id(1), tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    row = tl.load(chunks + chunk)
+    first, end = tl.load(cu_seqlens + row), tl.load(cu_seqlens + row + 1)
+    start = first + (chunk - first // CHUNK - row) * CHUNK
+    if start < end:
+        live, token = start + at < end, (start + at).to(tl.int64)
+        q_at = token[:, None] * qkv_stride + (head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + key)[None, :]
+        is_key = live[:, None] & (key < KEY_DIM)[None, :]
+        q = tl.load(qkv + q_at, mask=is_key, other=0.0)
+        k = tl.load(qkv + KEY_HEADS * KEY_DIM + q_at, mask=is_key, other=0.0)
+        q_factor, k_factor = _inverse_norms(q) * KEY_DIM**-0.5, _inverse_norms(k)
+        beta = _beta(tl.load(b + token * b_stride + head, mask=live, other=0.0), beta_scale)
+        step = tl.load(a + token * a_stride + head, mask=live, other=0.0).to(tl.float32)
+        step = softplus(step + tl.load(dt_bias + head).to(tl.float32))
+        since = tl.cumsum(tl.where(live, -tl.exp(tl.load(a_log + head).to(tl.float32)) * step, 0.0), 0)
+        decays = tl.trans(decays_between(since, CHUNK))
+        products = tl.dot(k, tl.trans(k)) * (beta * k_factor)[:, None] * k_factor[None, :] * decays
+        inverse = _inverse(tl.where(at[:, None] > at[None, :], products, 0.0), CHUNK)
+        cell = chunk.to(tl.int64) * VALUE_HEADS + head
+        solved_at = solved + cell * 2 * CHUNK * CHUNK + at[None, :] * CHUNK + at[:, None]
+        tl.store(solved_at, inverse * beta[None, :])
+        tl.store(solved_at + CHUNK * CHUNK, tl.dot(q, tl.trans(k)) * k_factor[None, :] * decays)
+        factors_at = factors + cell * 3 * CHUNK + at
+        tl.store(factors_at, since)
+        tl.store(factors_at + CHUNK, k_factor)
+        tl.store(factors_at + 2 * CHUNK, q_factor)
+
+
+@triton.jit
+def _delta_chunk_kernel(
+    qkv,
+    addresses,
+    slots,
+    positions,
+    cu_seqlens,
+    solved,
+    factors,
+    out,
+    qkv_stride,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """One program per sequence, value head and BLOCK_V of its values, for all new tokens: the rule, by chunks.
+
+    qkv [tokens, channels]: after the convolution.  solved, factors: of `_delta_solve_kernel`.
+    Writes out [tokens, VALUE_HEADS · VALUE_DIM].
+    """
+    KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
+    row, head, at = tl.program_id(0), tl.program_id(1), tl.arange(0, CHUNK)
+    key, value = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    is_key, is_value = key < KEY_DIM, value < VALUE_DIM
+    q_at = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + key
+    first, end = tl.load(cu_seqlens + row), tl.load(cu_seqlens + row + 1)
+    matrices, is_kept = state_of(addresses, slots, row, 0, VALUE_HEADS * KEY_DIM * VALUE_DIM)
+    is_kept = is_kept & (first < end)
+    position = tl.load(positions + first, mask=is_kept, other=0)
+    state_at = matrices + (head * KEY_DIM + key[None, :]) * VALUE_DIM + value[:, None]
+    is_cell = is_value[:, None] & is_key[None, :]
+    state = tl.load(state_at, mask=is_cell & (position > 0), other=0.0)  # transposed: [values, keys]
+    cell = (first // CHUNK + row).to(tl.int64) * VALUE_HEADS + head
+    for start in range(first, end, CHUNK):
+        live, token = start + at < end, (start + at).to(tl.int64)
+        chunk_factors = factors + cell * 3 * CHUNK + at
+        since, k_factor = tl.load(chunk_factors), tl.load(chunk_factors + CHUNK)
+        q_factor, whole = tl.load(chunk_factors + 2 * CHUNK), tl.load(factors + (cell * 3 + 1) * CHUNK - 1)
+        k_at = token[:, None] * qkv_stride + (KEYS + q_at)[None, :]
+        k = tl.load(qkv + k_at, mask=live[:, None] & is_key[None, :], other=0.0)
+        is_live_value = is_value[:, None] & live[None, :]
+        v_at = token[None, :] * qkv_stride + (2 * KEYS + head * VALUE_DIM + value)[:, None]
+        v = tl.load(qkv + v_at, mask=is_live_value, other=0.0).to(tl.float32)
+        known = product(state, tl.trans(k)) * (tl.exp(since) * k_factor)[None, :]
+        solved_at = solved + cell * 2 * CHUNK * CHUNK + at[:, None] * CHUNK + at[None, :]
+        new = tl.dot(v - known, tl.load(solved_at))
+        transposed_q_at = token[None, :] * qkv_stride + q_at[:, None]
+        q = tl.load(qkv + transposed_q_at, mask=is_key[:, None] & live[None, :], other=0.0)
+        read = product(state, q) * tl.exp(since)[None, :] + tl.dot(new, tl.load(solved_at + CHUNK * CHUNK))
+        out_at = (token[None, :] * VALUE_HEADS + head) * VALUE_DIM + value[:, None]
+        tl.store(out + out_at, (read * q_factor[None, :]).to(out.dtype.element_ty), mask=is_live_value)
+        state = tl.exp(whole) * state + product(new * (k_factor * tl.exp(whole - since))[None, :], k)
+        cell += VALUE_HEADS
+    tl.store(state_at, state, mask=is_cell & is_kept)

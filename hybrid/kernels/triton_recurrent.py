@@ -22,6 +22,7 @@ CHANNEL_BLOCK = 1024  # channels per program of a convolution
 # waiting for others.
 DECODE_CELLS, SCAN_CELLS = 4096, 1024
 THREAD_CELLS = 32  # registers of a thread that hold them: with more ptxas spills others (sm_90)
+CHUNK = 32  # tokens of a sequence whose effects on each other are matrix products; with 64 ptxas spills (sm_80)
 ALIGNED = tl.constexpr(ALIGNMENT)  # bytes
 
 
@@ -32,12 +33,15 @@ class StateTables:
     slots: int32 [sequences], of the states; below 0: the sequence has none, and nothing is written (padding).
     positions: int32 [tokens].  cu_seqlens: int32 [sequences + 1].
     owners: int64 [tokens], each token's sequence; None in a decode step, which has one token for each sequence.
+    chunks: of `chunks_of`, for bfloat16 (float16's range may not hold a state); None: the kernels go from token to
+        token, and round alike however many there are.
     """
 
     slots: torch.Tensor
     positions: torch.Tensor
     cu_seqlens: torch.Tensor
     owners: torch.Tensor | None = None
+    chunks: torch.Tensor | None = None
 
     @property
     def decoding(self) -> bool:
@@ -98,6 +102,22 @@ class KernelLayer:
         return out
 
 
+def chunks_of(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return the sequence of each chunk, int32 [tokens // CHUNK + sequences], without waiting for the device.
+
+    Each sequence is cut into chunks of CHUNK tokens from its first one on. As their number is only known on the device,
+    sequence s has its chunks from cu_seqlens[s] // CHUNK + s on, and those before the next one's may be empty.
+
+    Args:
+        cu_seqlens: int32 [sequences + 1].
+        tokens: of all sequences.
+    """
+    sequences, device = len(cu_seqlens) - 1, cu_seqlens.device
+    first = cu_seqlens[:-1] // CHUNK + torch.arange(sequences, dtype=torch.int32, device=device)
+    chunks = torch.arange(tokens // CHUNK + sequences, dtype=torch.int32, device=device)
+    return (torch.searchsorted(first, chunks, right=True) - 1).int()
+
+
 def warps_of(cells: int) -> int:
     """Return the warps of a program that holds so many elements of a matrix."""
     return triton.cdiv(cells, 32 * THREAD_CELLS)
@@ -137,6 +157,23 @@ def state_of(addresses, slots, row, at: tl.constexpr, size: tl.constexpr):
     slot = tl.load(slots + row).to(tl.int64)
     state = tl.multiple_of(tl.load(addresses + at).to(tl.pointer_type(tl.float32)), ALIGNED)
     return state + tl.maximum(slot, 0) * size, slot >= 0
+
+
+@triton.jit
+def decays_between(since, CHUNK: tl.constexpr):
+    """Return the decay of what a chunk's token j writes until token i reads it, [j, i]: 0 for i before j.
+
+    since: the log of the decay from the chunk's beginning to each token, float32 [CHUNK].
+    """
+    at, between = tl.arange(0, CHUNK), tl.exp(tl.minimum(since[None, :] - since[:, None], 0.0))
+    return tl.where(at[:, None] <= at[None, :], between, 0.0)
+
+
+@triton.jit
+def product(a, b):
+    """Return a b for a matrix b of 16 bits and a of float32, which enters as the sum of two of b's type."""
+    high = a.to(b.dtype)
+    return tl.dot(high, b) + tl.dot((a - high.to(tl.float32)).to(b.dtype), b)
 
 
 @triton.jit

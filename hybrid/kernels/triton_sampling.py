@@ -9,10 +9,10 @@ second has one program per row. It needs those maxima and sums, and again only t
   about k subs for top-k, and for top-p about as many as the nucleus has tokens. Passes over these with 8 pivots narrow
   the interval until it holds at most TILE scores, which a search by halving in registers then finishes.
 
-Two launches for every setting and batch. Bytes read per row of 151936 float32 logits (608 kB), the logits' part of the second
-launch counted in Triton's interpreter:
+Two launches for every setting and batch. Bytes read per row of 151936 float32 logits (608 kB), the logits' part of the
+second launch counted in Triton's interpreter; logits of 16 bits take half:
 
-    setting                            first launch   second launch        (logits of 16 bits: half)
+    setting                            first launch   second launch
     plain, temperature, greedy         608 kB         14 kB of sums + 0.5 kB
     repetition penalty                 + 152 kB seen  24 kB of sums, a fourth more for each logit read
     min_new_tokens                     608 kB         24 kB of sums

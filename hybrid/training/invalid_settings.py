@@ -213,8 +213,6 @@ def invalid_invariance(
     yield InvalidSetting(kernels_for(weight) != TRITON, key, value, "on GPUs it needs triton; install it, or use false")
     lack = no_triton_reason(spec, weight.dtype)
     yield unsupported(lack != "", key, value, f"{lack}; use false")
-    recurrent = f"the kernels of {kind}'s recurrent layers are not known to be batch invariant; use false"
-    yield unsupported(spec.is_recurrent, key, value, recurrent)
     latent = f"products of latent attention ({kind}) sum in an order that depends on the batch; use false"
     yield unsupported(bool(spec.latent_dim), key, value, latent)
     int8 = "products of int8 weights sum in an order that depends on the batch; use false, or weight_dtype=model"

@@ -253,8 +253,8 @@ def launch_linear(dtype: torch.dtype, arch: int) -> None:
         triton_linear.invariant_linear(x, weight, weight[:, 0].contiguous(), arch=arch)
 
 
-def recurrent_layer(mixer: RecurrentMixer, dtype: torch.dtype, decoding: bool) -> KernelLayer:
-    """A layer of two sequences, of one new token each or of some. Only its shapes are read."""
+def recurrent_layer(mixer: RecurrentMixer, dtype: torch.dtype, decoding: bool, chunked: bool) -> KernelLayer:
+    """A layer of two sequences, of one new token each or of some, by chunks or not. Only its shapes are read."""
     hidden, numbers, tokens = 2048, torch.empty(2, dtype=torch.int32), 2 if decoding else 8
     shapes = mixer.weight_shapes(hidden)
     weights = {f"{role}.weight": torch.empty(shape, dtype=dtype) for role, shape in shapes.items()}
@@ -267,7 +267,8 @@ def recurrent_layer(mixer: RecurrentMixer, dtype: torch.dtype, decoding: bool) -
         return torch.empty(tokens, sum(part[0] for part in parts), dtype=dtype)
 
     owners = None if decoding else torch.empty(tokens, dtype=torch.int64)
-    tables = StateTables(numbers, torch.empty(tokens, dtype=torch.int32), torch.empty(3, dtype=torch.int32), owners)
+    positions, cu_seqlens = torch.empty(tokens, dtype=torch.int32), torch.empty(3, dtype=torch.int32)
+    tables = StateTables(numbers, positions, cu_seqlens, owners, numbers if chunked else None)
     return KernelLayer(linear, weights, torch.empty(2, dtype=torch.int64), tables, 1e-6)
 
 
@@ -283,8 +284,8 @@ def launch_recurrent(dtype: torch.dtype) -> None:
         (mamba2, Mamba2(24, 64, 1, 256, 4, group_ranks=2)),  # of two ranks
         (short_conv, ShortConv(2048, 3)),
     ]
-    for decoding, (kernels, mixer) in itertools.product((False, True), mixers):
-        kernels(mixer, torch.empty(8, 2048, dtype=dtype), recurrent_layer(mixer, dtype, decoding))
+    for way, (kernels, mixer) in itertools.product(((False, False), (False, True), (True, False)), mixers):
+        kernels(mixer, torch.empty(8, 2048, dtype=dtype), recurrent_layer(mixer, dtype, *way))
 
 
 def main(arch: int, head_dim: int = 0) -> None:

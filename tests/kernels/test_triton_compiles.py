@@ -35,8 +35,11 @@ OTHERS = {
     "_keep_inputs_kernel",
     "_delta_step_kernel",
     "_delta_scan_kernel",
+    "_delta_solve_kernel",
+    "_delta_chunk_kernel",
     "_gated_norm_kernel",
     "_mamba_kernel",
+    "_mamba_chunk_kernel",
     "_group_norm_kernel",
 }
 # Bytes stored and loaded: ptxas spills one to three registers of a few kernels, to stay at 64 or 128 of them and at a

@@ -4,6 +4,7 @@ Without a GPU they run in Triton's interpreter.
 """
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from hybrid.kernels.torch_mamba2 import Mamba2
 from hybrid.kernels.torch_short_conv import ShortConv
 from hybrid.kernels.triton_delta_net import delta_net, kimi_delta
 from hybrid.kernels.triton_mamba2 import mamba2
-from hybrid.kernels.triton_recurrent import KernelLayer, StateTables, short_conv
+from hybrid.kernels.triton_recurrent import CHUNK, KernelLayer, StateTables, chunks_of, short_conv
 from hybrid.models.spec import JOINED
 from tests.kernels import interpreter_bfloat16
 from tests.marks import slow_but
@@ -45,6 +46,8 @@ MIXERS: dict[str, tuple[RecurrentMixer, Mixed, tuple[str, ...]]] = {
 TOLERANCE = {torch.float32: 2e-6 if DEVICE == "cpu" else 2e-5, torch.bfloat16: 2**-7}  # of the largest element
 # Tokens of each sequence by forward; rows of ones are decode steps too. Some are shorter than the convolution.
 FORWARDS = ((5, 1, 2), (1, 1, 1), (2, 0, 7), (1, 1, 1))
+# Several chunks, parts of one, one to the token, none.
+CHUNKED = ((CHUNK + 6, 1, 2 * CHUNK + 1), (1, 1, 1), (3, CHUNK, 0), (1, 1, 1))
 
 
 class Layers:
@@ -83,11 +86,14 @@ class Layers:
         groups = state_rows(cu_seqlens, positions, slots)
         return self.mixer.mixed(x, MixerLayer(self.linear, self.weights, self.expected, groups, EPS))
 
-    def run(self, x: torch.Tensor, sequences: tuple[torch.Tensor, ...], decoding: bool) -> torch.Tensor:
+    def run(
+        self, x: torch.Tensor, sequences: tuple[torch.Tensor, ...], decoding: bool, chunked: bool = False
+    ) -> torch.Tensor:
         """In kernels."""
         counts = sequences[2].diff().long()
         owners = None if decoding else torch.arange(len(counts), device=DEVICE).repeat_interleave(counts)
-        tables = StateTables(*sequences, owners)
+        chunks = chunks_of(sequences[2], len(x)) if chunked and not decoding else None
+        tables = StateTables(*sequences, owners, chunks)
         layer = KernelLayer(self.linear, self.weights, self.addresses, tables, EPS, self.factors)
         return self.kernels(self.mixer, x, layer)
 
@@ -108,13 +114,19 @@ CASES = [(name, torch.float32) for name in MIXERS] + [(name, torch.bfloat16) for
 @pytest.mark.parametrize(("name", "dtype"), slow_but([(name, torch.float32) for name in QUICK], CASES))
 def test_kernels_equal_the_mixers_in_torch(name, dtype):
     """Outputs and states, also of bits that are never written: a slot without a sequence stays NaN."""
-    layers, begins, slots = Layers(name, dtype), [0, 0, 0], (2, 0, 3)
-    for number, counts in enumerate(FORWARDS):
+    check_forwards(Layers(name, dtype), dtype, FORWARDS)
+
+
+def check_forwards(layers: Layers, dtype: torch.dtype, forwards: tuple[tuple[int, ...], ...], chunked=False) -> None:
+    """A layer's forwards of three sequences."""
+    begins, slots = [0, 0, 0], (2, 0, 3)
+    for number, counts in enumerate(forwards):
         sequences = sequences_of(begins, counts, slots)
         x = torch.randn(sum(counts), HIDDEN, generator=torch.Generator().manual_seed(number)).to(DEVICE, dtype)
         expected = layers.mixed(x, sequences)
-        actual = layers.run(x, sequences, decoding=set(counts) == {1})
-        limit = TOLERANCE[dtype] * expected.abs().max()
+        actual = layers.run(x, sequences, set(counts) == {1}, chunked)
+        # Chunks sum in another order: errors of the mean are five times as large, of 5e-8 of the largest element.
+        limit = (1 + 4 * chunked) * TOLERANCE[dtype] * expected.abs().max()
         assert actual.dtype == dtype and (actual - expected).abs().max() <= limit
         begins = [begin + count for begin, count in zip(begins, counts, strict=True)]
         for state, other in zip(layers.states[:-1], layers.expected[:-1], strict=True):
@@ -126,6 +138,53 @@ def test_kernels_equal_the_mixers_in_torch(name, dtype):
             expected_ring = in_ring(layers.expected[-1][slot], length, width)
             torch.testing.assert_close(ring[written], expected_ring[written])
         assert torch.isnan(layers.states[-1][1]).all()
+
+
+# On a device chunks are for bfloat16: products of float32 have TF32's precision there.
+CHUNK_DTYPES = [torch.bfloat16] if DEVICE == "cuda" else [torch.float32, torch.bfloat16]
+CHUNKS_OF = ["gated delta net", "parts, betas up to 2", "wide", "Mamba 2", "limits, no norm"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    slow_but([(name, CHUNK_DTYPES[0]) for name in ("gated delta net", "Mamba 2")], product(CHUNKS_OF, CHUNK_DTYPES)),
+)
+def test_chunks_equal_the_mixers_in_torch(name, dtype):
+    """Sequences of several chunks, of parts of one, and of none; states go on from one forward to the next."""
+    check_forwards(Layers(name, dtype), dtype, CHUNKED, chunked=True)
+
+
+@torch.no_grad()
+def test_chunks_of_keys_that_repeat():
+    """One token all along, whose keys are corrected entirely and decay little: the worst case of the inverse, of which
+    a series of powers would cancel."""
+    dtype = CHUNK_DTYPES[0]
+    layers, x = Layers("gated delta net", dtype), torch.ones(2 * CHUNK + 5, HIDDEN, dtype=dtype, device=DEVICE)
+    layers.weights["a_log.weight"].fill_(-7)
+    layers.weights["delta_ba.weight"][: layers.mixer.value_heads] = 1  # betas of 1 - 1e-7
+    sequences = sequences_of([0], (len(x),), (2,))
+    expected, actual = layers.mixed(x, sequences), layers.run(x, sequences, decoding=False, chunked=True)
+    assert (actual - expected).abs().max() <= 5 * TOLERANCE[dtype] * expected.abs().max()
+    difference = (layers.states[0][2] - layers.expected[0][2]).abs().max()
+    assert difference <= 5 * TOLERANCE[dtype] * layers.expected[0][2].abs().max()
+
+
+@torch.no_grad()
+@pytest.mark.slow
+def test_real_heads_by_chunks_round_as_the_scan(monkeypatch):
+    """Heads of 128 keys and values, and of 64 elements with 128 states, over 150 tokens in bfloat16: as far from
+    float32 as the kernels that go from token to token."""
+    for mixer, kernels in ((GatedDeltaNet(1, 2, 128, 128, 4), delta_net), (Mamba2(2, 64, 1, 128, 4), mamba2)):
+        monkeypatch.setitem(MIXERS, "real", (mixer, kernels, ()))
+        exact, layers = Layers("real", torch.float32), Layers("real", torch.bfloat16)
+        x = torch.randn(150, HIDDEN, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.bfloat16)
+        exact.weights = {role: weight.to(torch.bfloat16).float() for role, weight in exact.weights.items()}
+        sequences = sequences_of([0], (len(x),), (2,))
+        expected = exact.mixed(x.float(), sequences)
+        scanned, by_chunks = (layers.run(x, sequences, False, chunked) for chunked in (False, True))
+        errors = [(actual.float() - expected).abs().mean().item() for actual in (scanned, by_chunks)]
+        assert errors[1] <= 1.05 * errors[0], errors
 
 
 @torch.no_grad()
