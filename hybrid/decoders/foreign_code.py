@@ -8,6 +8,7 @@ length) passes it, so the code itself is asked where it comes from.
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from itertools import compress, repeat
+from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -17,7 +18,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hybrid.models.model_info import ModelInfo
 from hybrid.weights.lora import is_chat_lora
-from hybrid.weights.module_dicts import all_the_same
 
 # Frameworks' hooks that do not change what a fused decoder computes, by the module that defines them (deepspeed 0.19.8,
 # transformers 5.23, TRL 1.16): ZeRO's and the engine's, the FLOPS profiler's, NEFTune's (off in eval mode), activation
@@ -172,7 +172,7 @@ class ForeignForwards:
         """Look at the forwards; return a description of the first foreign one, "" if there is none."""
         kinds = list(map(type, self.modules))
         instances = list(map(dict.get, self.states, repeat("forward")))
-        if not all_the_same(instances, self.instances) or not self.instances:
+        if not self.instances or not all(map(is_, instances, self.instances)):
             self.instances = instances
             self.overrides = [None if isinstance(forward, nn.Module) else forward for forward in instances]
         inner = self._with_classes(compress(kinds, self.is_inner)), list(compress(self.overrides, self.is_inner))

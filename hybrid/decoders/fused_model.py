@@ -33,6 +33,7 @@ from hybrid.models.model_info import ModelInfo
 from hybrid.models.spec import DecoderLayout, UnsupportedModel
 from hybrid.runtime.parallel import InferenceGroup
 from hybrid.weights.int8_copy import Int8Copy
+from hybrid.weights.named_adapters import Adapters
 from hybrid.weights.slices import Shard, shard_spec
 from hybrid.weights.snapshot import Snapshot
 from hybrid.weights.streaming import WeightStream
@@ -189,7 +190,7 @@ class FusedModel:
             return f"hooks run only with the model's own modules: {hook} (remove them before inference)"
         if foreign := self.foreign_forwards.first():
             return foreign
-        if torch.is_autocast_enabled(self.blank.embedding().device.type):
+        if torch.is_autocast_enabled(next(self.info.model.parameters()).device.type):
             return (
                 "autocast chooses the dtype of every operation (generate outside of torch.autocast; in DeepSpeed's "
                 "configuration take bf16 or fp16 instead of torch_autocast)"
@@ -208,21 +209,21 @@ class FusedModel:
         """
         self.reasons.note(self.fallback_reason_now() or reason, self.warns)
 
-    def decoder(self, adapters: bool, tokens: int, mixed: tuple[str, ...] = ()) -> AnyDecoder | None:
+    def decoder(self, adapters: Adapters, tokens: int) -> AnyDecoder | None:
         """Return the decoder, bound to the current weights, for sequences of up to `tokens` tokens; None if the model
         must run natively, which is warned about.
 
-        For a rank that runs the decoder by itself, inside an open window; `adapters`, `mixed` as the window has them.
+        For a rank that runs the decoder by itself, inside an open window with `adapters`.
         The first call runs the self-check. If a layer differs, the decoder is disabled for good.
         """
         if reason := self.fallback_reason_now(tokens):
             self.note_fallback(reason)
             return None
-        if self.needs_check() and (reason := self.check(adapters, tokens)):
+        if self.needs_check() and (reason := self.check(bool(adapters), tokens)):
             self.refuse(reason)
             self.note_fallback()
             return None
-        return self.bound_decoder(adapters, mixed)
+        return self.bound_decoder(adapters)
 
     def can_mix_adapters(self) -> bool:
         """Whether rows of the adapters that are active now may be decoded in one batch, each row with one of them. All
@@ -265,12 +266,11 @@ class FusedModel:
         self.fallback_reason = f"{reason} (if nobody has changed the model's forwards, please report it; {NO_WARNING})"
         self.bound.clear()
 
-    def bound_decoder(self, adapters: bool, mixed: tuple[str, ...] = ()) -> AnyDecoder:
-        """Return the decoder, bound to the current weights. Expects an open window, and `adapters` as the window's.
-
-        mixed: `InferenceWindow.mixed_adapters`.
-        """
-        with_adapters = adapters and any(adapted.state() for adapted in self.snapshot.adapted)
+    def bound_decoder(self, adapters: Adapters) -> AnyDecoder:
+        """Return the decoder, bound to the current weights. Expects an open window with `adapters`; of several each row
+        names one."""
+        mixed = adapters if isinstance(adapters, tuple) else ()
+        with_adapters = bool(adapters) and any(adapted.state() for adapted in self.snapshot.adapted)
         if with_adapters not in self.bound:
             weights = DecoderWeights(self.layout, self.snapshot, with_adapters)
             self.bound[with_adapters] = BoundDecoder(self._decoder(weights), weights)

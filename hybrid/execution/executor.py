@@ -110,7 +110,8 @@ class Executor:
     @contextmanager
     def block(self, adapters: Adapters | None = None) -> Iterator[None]:
         """Open a window around the user's calls."""
-        self.window.require_usable()
+        if reason := self.window.refusal():
+            raise RuntimeError(reason)
         with self.window.opened(adapters, by_user=True):
             yield
 
@@ -133,16 +134,16 @@ class Executor:
             changed so that the call cannot run.
         """
         self._require_outermost()
-        self.window.require_usable()
+        if reason := self.window.refusal():
+            raise RuntimeError(reason)
         self.has_begun, fused = True, self.fused_for(decodes)
         together = INTERRUPTS.together() if self.is_joint else nullcontext()
-        with self.window.opened(adapters), patched_attribute(self, "inside", True), together:
+        with self.window.opened(adapters) as adapters, patched_attribute(self, "inside", True), together:
             if tokens is None and fallback_reason:
                 fused.note_fallback(fallback_reason)
             if fused is self.int8 and tokens is not None and not fused.fallback_reason_now(tokens):
                 self._refresh_int8(fused)
-            uses_adapters, mixed = self.window.uses_adapters, self.window.mixed_adapters
-            yield None if tokens is None else fused.decoder(uses_adapters, tokens, mixed)
+            yield None if tokens is None else fused.decoder(adapters, tokens)
 
     def mixable_adapters(self, names: Iterable[str], tokens: int) -> tuple[str, ...]:
         """Return these adapters, but "__base__", if one request can decode the rows of all, of up to `tokens` tokens.

@@ -22,14 +22,9 @@ class WeightVersion:
     steps: int = 0
     loads: int = 0
     adapter_changes: int = 0
-    adapters: tuple = ()  # the active adapters at the last `see_adapters`
+    adapters: tuple = ()  # the active adapters at the last `ModelWeights.number`
     is_switched: bool = False  # a window has other adapters than the model's active ones, which is no change
     updating: bool = False  # an optimizer may have written weights since the last `end_update`
-
-    @property
-    def number(self) -> int:
-        """The version as one number, which never decreases."""
-        return self.steps + self.loads + self.adapter_changes
 
     def begin_update(self, *_: object) -> None:
         """Mark that weights may be written from here on, even if the step then raises. An optimizer's pre-step hook."""
@@ -39,12 +34,6 @@ class WeightVersion:
         """Count all optimizer calls since the last `end_update` as one step."""
         self.steps += self.updating
         self.updating = False
-
-    def see_adapters(self, adapters: tuple) -> None:
-        """Count a change if the active adapters differ from the last ones."""
-        if not self.is_switched:
-            self.adapter_changes += adapters != self.adapters
-            self.adapters = adapters
 
 
 @dataclass(frozen=True)
@@ -84,9 +73,13 @@ class ModelWeights:
     trainable: frozenset[nn.Parameter]
 
     def number(self) -> int:
-        """Return the current version of the weights. Changes of the active adapters count."""
-        self.version.see_adapters((*active_adapters(self.adapted), *map(switch_state, self.running)))
-        return self.version.number
+        """Return the current version of the weights, which never decreases. Changes of the active adapters count."""
+        version = self.version
+        if not version.is_switched:
+            adapters = (*active_adapters(self.adapted), *map(switch_state, self.running))
+            version.adapter_changes += adapters != version.adapters
+            version.adapters = adapters
+        return version.steps + version.loads + version.adapter_changes
 
     def state(self, adapters: bool) -> State:
         """Return the current state of all weights.  adapters: with the active adapters."""

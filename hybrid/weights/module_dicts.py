@@ -3,7 +3,7 @@ dictionaries, so each change is one pass over lists that are made once."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import chain, repeat
 from operator import attrgetter, getitem, is_, setitem
 from typing import Any
@@ -45,11 +45,6 @@ def replaced(values: Sequence[Replacement]) -> Iterator[list[Replacement]]:
         restore(before)
 
 
-def all_the_same(these: Iterable, those: Iterable) -> bool:
-    """Whether two sequences, of equal length or ending with END, hold the same objects."""
-    return all(map(is_, these, those))
-
-
 class ModuleTree:
     """The modules of a model, listed once, and again when `changed` finds that they have changed."""
 
@@ -74,7 +69,7 @@ class ModuleTree:
     def differs(self) -> bool:
         """Whether modules or parameters were added, removed, replaced or cast since they were listed. Inside a window
         too: the model's own dictionaries are compared."""
-        return not all_the_same(self._content(), self.content)
+        return not all(map(is_, self._content(), self.content))
 
     def listed(self) -> list[nn.Module]:
         """Return all modules: the same list until they have changed."""
@@ -122,6 +117,7 @@ class EngineHooks:
         self.modules, self.handles = modules, handles
         self.is_off = False
         self.counts: list[int] | None = None  # number of hooks in each table; None: not read
+        self.next_id = 0  # of the process's next hook, as of the last look
 
     def _read(self) -> None:
         handles: dict[int, list[RemovableHandle]] = {}
@@ -143,20 +139,8 @@ class EngineHooks:
                     self.names.append(name)
                     self.tables.append(table)
                     self.own.append(own)
-        self.counts, self.next_id = list(map(len, self.tables)), RemovableHandle.next_id
+        self.counts = list(map(len, self.tables))
         self.empty: list[dict] = [OrderedDict() for _ in self.tables]
-
-    def _is_current(self) -> bool:
-        if self.counts is None:
-            return False
-        if RemovableHandle.next_id != self.next_id:  # a hook of any kind was registered somewhere in the process
-            if list(map(len, self.tables)) != self.counts:
-                return False
-            self.next_id = RemovableHandle.next_id
-        return self._have(self.tables)
-
-    def _have(self, tables: list[dict]) -> bool:
-        return all_the_same(map(getitem, self.owners, self.names), tables)
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -165,19 +149,26 @@ class EngineHooks:
         if self.is_off:
             yield
             return
-        if not self._is_current():
+        # With the same number no hook of any kind was registered in the process since.
+        is_read = self.counts is not None and all(map(is_, map(getitem, self.owners, self.names), self.tables))
+        if not is_read or (RemovableHandle.next_id != self.next_id and list(map(len, self.tables)) != self.counts):
             self._read()
-        with unhooked(self.in_mixed_tables):
+        self.next_id = RemovableHandle.next_id
+        with unhooked(self.in_mixed_tables) if self.in_mixed_tables else nullcontext():
             self.is_off = True
             set_items(self.owners, self.names, self.empty)
             try:
                 yield
             finally:
-                self._put_back()
+                if RemovableHandle.next_id == self.next_id:
+                    set_items(self.owners, self.names, self.tables)
+                else:
+                    self._put_back()
                 self.is_off = False
 
     def _put_back(self) -> None:
-        if RemovableHandle.next_id == self.next_id or (not any(self.empty) and self._have(self.empty)):
+        """Put the tables back where hooks may have been registered meanwhile."""
+        if not any(self.empty) and all(map(is_, map(getitem, self.owners, self.names), self.empty)):
             set_items(self.owners, self.names, self.tables)
             return
         entries = zip(self.owners, self.names, self.tables, self.empty, self.own, strict=True)

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import chain, repeat
+from operator import is_
 from typing import Any, NoReturn
 
 import torch
@@ -31,7 +32,6 @@ from hybrid.weights.module_dicts import (
     ABSENT,
     EngineHooks,
     Replacement,
-    all_the_same,
     patched_attribute,
     restore,
     set_items,
@@ -121,7 +121,7 @@ class SwappedParameters:
     def changed(self) -> bool:
         """Whether a swapped-in parameter has been written, cast or replaced."""
         now = list(chain.from_iterable(map(dict.values, self.tables)))
-        replaced = len(now) != len(self.params) or not all_the_same(now, self.params)
+        replaced = len(now) != len(self.params) or not all(map(is_, now, self.params))
         self.is_changed = self.is_changed or replaced or self.watch.written()
         return self.is_changed
 
@@ -210,12 +210,6 @@ class InferenceWindow:
         """Whether the innermost open window uses adapters. Expects an open window."""
         return bool(self.adapters[-1])
 
-    @property
-    def mixed_adapters(self) -> tuple[str, ...]:
-        """The adapters of which each row of the innermost open window names one; (): all rows have the same."""
-        adapters = self.adapters[-1]
-        return adapters if isinstance(adapters, tuple) else ()
-
     def resolved(self, adapters: Adapters | None) -> Adapters:
         """Return the adapters of a window opened now. None: those of the enclosing window, or True without one."""
         return (self.adapters[-1] if self.adapters else True) if adapters is None else adapters
@@ -231,8 +225,8 @@ class InferenceWindow:
             yield
 
     @contextmanager
-    def opened(self, adapters: Adapters | None = None, by_user: bool = False) -> Iterator[None]:
-        """Inside the block the model computes with the snapshot, which is refreshed first.
+    def opened(self, adapters: Adapters | None = None, by_user: bool = False) -> Iterator[Adapters]:
+        """Inside the block the model computes with the snapshot, which is refreshed first. Yields its adapters.
 
         adapters: False: without adapters; None: as the enclosing window or the model; a str: the adapter of that name;
             a tuple: those, which only a fused decoder runs, each for the rows that name it. A nested window with the
@@ -246,15 +240,18 @@ class InferenceWindow:
         with ExitStack() as stack:
             if not self.adapters:
                 stack.enter_context(nullcontext() if self.states is None else self.states.on_host())
-            if not self.adapters or self.adapters[-1] != adapters:
+            elif self.adapters[-1] != adapters:
                 stack.callback(self._refuse_overwritten, by_name=not isinstance(adapters, bool))
-                stack.enter_context(self.naming(adapters))
+            if not self.adapters or self.adapters[-1] != adapters:
+                if self.adapters or adapters is not True:  # else the model's active adapters stay
+                    stack.enter_context(self.naming(adapters))
                 if not adapters:
                     self._require_switchable(runs_modules=not self.merges)
                     stack.enter_context(disabled(self.switchable))
                 if isinstance(adapters, str) and self._exchanges_names(adapters):
                     self.agree_on(adapters)
-                self.refresh(adapters)
+                if not self.snapshot.is_fresh(bool(adapters)):
+                    self.refresh(adapters)
                 for hooks in self.hooks if self.swaps else ():
                     stack.enter_context(hooks.off())
                 stack.enter_context(self._swapped(adapters, by_user))
@@ -264,7 +261,7 @@ class InferenceWindow:
                 self._renew(adapters)
             self.adapters.append(adapters)
             stack.callback(self.adapters.pop)
-            yield
+            yield adapters
 
     def refusal(self) -> str:
         """Return the reason why a call cannot run inside the open window; "" if it can, or if none is open.
@@ -279,11 +276,6 @@ class InferenceWindow:
                 "engine.inference()`; leave the block first"
             )
         return WRITTEN if self.swapped is not None and self.swapped.changed() else ""
-
-    def require_usable(self) -> None:
-        """Raise RuntimeError if a call cannot run inside the window that is open."""
-        if reason := self.refusal():
-            raise RuntimeError(reason)
 
     def error_inside(self, call: str) -> RuntimeError | None:
         """Return the error of a call that must not be made inside a window; None outside of one."""
@@ -308,9 +300,11 @@ class InferenceWindow:
             set_items((layer.__dict__ for layer in self.switchable), repeat("_disable_adapters"), repeat(True))
         if not isinstance(adapters, bool):  # `set_adapter` in the window does not change what it is of
             restore(self.named.flags(adapters))
-        if self.snapshot.is_fresh(bool(adapters)) and self.swapped_key == self._key(adapters):
+        is_fresh = self.snapshot.is_fresh(bool(adapters))
+        if is_fresh and self.swapped_key == self._key(adapters):
             return
-        self.refresh(adapters)
+        if not is_fresh:
+            self.refresh(adapters)
         first = self.first_replaced[-1]
         restore(self.replaced[first:])
         del self.replaced[first:]
@@ -343,9 +337,7 @@ class InferenceWindow:
 
     @waiting_to("refresh weights")
     def refresh(self, adapters: Adapters) -> None:
-        """Update the snapshot for a window with `adapters`. A collective if partitioned weights must be gathered."""
-        if self.snapshot.is_fresh(bool(adapters)):
-            return
+        """Update the stale snapshot for a window with `adapters`. A collective if weights are partitioned."""
         with lost_rank_reported("gathering the weights"):
             if self._must_gather(adapters):  # tell ranks whose request failed to join: see `join_refresh`
                 self._any_refreshes(adapters, True)
@@ -428,7 +420,7 @@ class InferenceWindow:
 
         by_name: whether the nested window was of a named adapter, whose merge may have overwritten any merged weight.
         """
-        if not self.adapters or not self.swaps:
+        if not self.swaps:
             return
         if not by_name and self.swapped_overwrites == self.snapshot.overwrites:
             return
@@ -444,42 +436,40 @@ class InferenceWindow:
         self.swapped_key = ()
 
     def _swap_in(self, adapters: Adapters, by_user: bool) -> None:
-        tables = self._to_swap(adapters)
+        key = self._key(adapters)
+        cached_key, tables = self.snapshot.swapped.get(adapters, (None, []))
+        if self.adapters:  # inside another window modules have other forwards
+            tables = self._replacements(adapters)
+        elif key != cached_key:  # copies have moved, or other adapters are active
+            tables = self._replacements(adapters)
+            self.snapshot.swapped[adapters] = key, tables
         owners, names = [owner for owner, _, _ in tables], [name for _, name, _ in tables]
         # Copied: code inside the window may change a dictionary that was swapped in.
         content = [value.copy() if type(value) is dict else value for _, _, value in tables]
         self.replaced += [(owner, name, owner.get(name, ABSENT)) for owner, name, _ in tables]
         set_items(owners, names, content)
-        self.swapped_key, self.swapped_overwrites = self._key(adapters), self.snapshot.overwrites
-        self.swapped = None
+        self.swapped_key, self.swapped_overwrites, self.swapped = key, self.snapshot.overwrites, None
         if by_user:
             # Only a refresh writes to copies: what the last window found at its end is what they hold now.
-            key = self.swapped_key, self.refreshes
             last_key, watch = self.snapshot.watches.get(adapters, (None, None))
+            watch = watch if (key, self.refreshes) == last_key else None
             swapped = [value for value in content if type(value) is dict]
-            self.swapped = SwappedParameters(swapped, self.own, self.refreshes, watch if key == last_key else None)
-            self.snapshot.watches[adapters] = key, self.swapped.watch
+            self.swapped = SwappedParameters(swapped, self.own, self.refreshes, watch)
+            self.snapshot.watches[adapters] = (key, self.refreshes), self.swapped.watch
 
     def _key(self, adapters: Adapters) -> tuple:
         """Differs if other tensors or modules are to be swapped in. The refresh has just read the active adapters."""
         return self.snapshot.moves, self.snapshot.fresh[bool(adapters)].adapters, len(self.switched)
 
-    def _to_swap(self, adapters: Adapters) -> list[Replacement]:
-        """Return the replacements of attributes. Made again when copies have moved, or with other active adapters."""
-        key = self._key(adapters)
-        cached_key, tables = self.snapshot.swapped.get(adapters, (None, []))
-        # Inside another window modules have other forwards.
-        if self.adapters or key != cached_key:
-            swapped = list(self._swapped_attributes(bool(adapters))) if self.swaps else []
-            # With adapters disabled by PEFT's flag a copy of any module would have them disabled for ever.
-            modules = [module for module, _, _ in swapped] if adapters else [module for module, _ in self.owners]
-            swapped += [(module, name, INFERENCE_ONLY) for module in modules for name in STATE_HOOKS]
-            swapped += [(module, name, refuse_merge) for module, name in self.merging]
-            # An adapted module's plain module occurs twice, as an owner of parameters and as `plain`: the last counts.
-            tables = list({(module, name): (module.__dict__, name, value) for module, name, value in swapped}.values())
-            if not self.adapters:
-                self.snapshot.swapped[adapters] = key, tables
-        return tables
+    def _replacements(self, adapters: Adapters) -> list[Replacement]:
+        """Return the replacements of attributes."""
+        swapped = list(self._swapped_attributes(bool(adapters))) if self.swaps else []
+        # With adapters disabled by PEFT's flag a copy of any module would have them disabled for ever.
+        modules = [module for module, _, _ in swapped] if adapters else [module for module, _ in self.owners]
+        swapped += [(module, name, INFERENCE_ONLY) for module in modules for name in STATE_HOOKS]
+        swapped += [(module, name, refuse_merge) for module, name in self.merging]
+        # An adapted module's plain module occurs twice, as an owner of parameters and as `plain`: the last counts.
+        return list({(module, name): (module.__dict__, name, value) for module, name, value in swapped}.values())
 
     def _swapped_attributes(self, adapters: bool) -> Iterator[tuple[nn.Module, str, Any]]:
         """For each attribute to replace: its module, its name, and the replacement."""
