@@ -51,14 +51,13 @@ from hybrid.serving.server import Server
 from hybrid.training.builder import Builder
 from hybrid.training.compiled_layers import CompiledLayers, declared_layers
 from hybrid.training.deepspeed_api import DeepSpeedMethods
-from hybrid.training.inference_runtime import InferenceRuntime
+from hybrid.training.inference_runtime import InferenceRuntime, WeightChanges
 from hybrid.training.invalid_settings import invalid_attention, invalid_for_model, invalid_invariance, invalid_sharing
 from hybrid.training.logps import FORWARDS, Logps, TokenLoss, TokenLosses, TrainingForwards
 from hybrid.training.memory_plan import MemoryPlan, MemoryPlanner
 from hybrid.training.packed_forwards import target_tokens
 from hybrid.training.sequence_parallel import SequenceParallel
 from hybrid.training.values import VALUE_FORWARDS, ValueForwards
-from hybrid.training.weight_changes import WeightChanges
 from hybrid.weights.export import save_pretrained
 from hybrid.weights.gather import partition_groups
 from hybrid.weights.host_tensors import tensors_in

@@ -1,7 +1,9 @@
-"""The training engine's eval mode: the snapshot, its decoders, the window, the executor and the containers."""
+"""The training engine's eval mode: the snapshot, its decoders, the window, the executor and the containers; and changes
+of the training weights, after which they are refreshed or rebuilt."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -13,6 +15,7 @@ from hybrid.decoders.fused_model import FusedModel
 from hybrid.execution.containers import NativeContainer, containers_of, coverage_of, parts_of
 from hybrid.execution.executor import Executor, GroupExecutor
 from hybrid.execution.generator import Generator
+from hybrid.execution.sleep import Sleep
 from hybrid.execution.tp_modules import SharedContainer, SharedModules, first_output
 from hybrid.generation.hf_cache import KVCache
 from hybrid.models.spec import UnsupportedModel
@@ -20,14 +23,69 @@ from hybrid.runtime.parallel import InferenceGroup
 from hybrid.runtime.profiling import Profiler
 from hybrid.training.builder import Mode
 from hybrid.training.memory_plan import MemoryPlanner
-from hybrid.training.weight_changes import WeightChanges
-from hybrid.weights.module_dicts import EngineHooks
+from hybrid.weights.model_weights import WeightVersion
+from hybrid.weights.module_dicts import EngineHooks, ModuleTree
 from hybrid.weights.offload import TrainingStates
 from hybrid.weights.snapshot import Snapshot
+from hybrid.weights.watch import WeightWatch
 from hybrid.weights.weight_swap import InferenceWindow
 
 # Returns what runs requests, of the runtime and of the model's own modules in tensor parallel, if they run.
 Connect = Callable[["InferenceRuntime", SharedModules | None], Executor]
+
+
+class WeightChanges:
+    """Detects changes of weights that the engine does not make itself: by the optimizer, by writes, by other modules.
+
+    Args:
+        policy: the part of the engine's module that generates.
+        tree: the modules of the engine's module.
+        version: counts the changes.
+        sleep: of the engine; at level 2 the weights are in host memory, and nothing is detected.
+        optimizer: whose steps write weights.
+
+    Attributes:
+        is_outdated: modules or parameters were replaced since the model was last read.
+    """
+
+    def __init__(self, policy: nn.Module, tree: ModuleTree, version: WeightVersion, sleep: Sleep, optimizer: Any):
+        self.policy, self.tree, self.version, self.sleep, self.is_outdated = policy, tree, version, sleep, False
+        self.watch = WeightWatch(policy.parameters())
+        is_hooked = isinstance(optimizer, torch.optim.Optimizer)
+        self.hook = optimizer.register_step_pre_hook(version.begin_update) if is_hooked else None
+
+    def detect(self, in_window: bool) -> bool:
+        """Update the weight version for changes since the last call.
+
+        Args:
+            in_window: whether a window is open; replaced modules then count once it has ended.
+
+        Returns:
+            Whether modules or parameters were added, removed, replaced or cast.
+        """
+        if self.sleep.level == 2:
+            return False
+        self.version.end_update()
+        if self.tree.differs():
+            if not in_window:
+                self.tree.changed()
+                self.watch, self.is_outdated = WeightWatch(self.policy.parameters()), True
+                self.version.loads += 1
+            return True
+        self.version.loads += self.watch.written()
+        return False
+
+    @contextmanager
+    def ignoring(self) -> Iterator[None]:
+        """Do not count writes inside the block: the engine counts them, or they do not change values."""
+        with self.watch.ignoring():
+            yield
+
+    def close(self) -> None:
+        """Take the hook off the optimizer, and the counters off the parameters."""
+        if self.hook is not None:
+            self.hook.remove()
+        self.watch.close()
 
 
 class InferenceRuntime:
