@@ -80,7 +80,6 @@ from hybrid.weights.named_adapters import BASE, Adapters, adapters_of, require_n
 WITH_INPUTS = "model_inputs given, such as images (fused takes token ids)"
 IN_OWN_LAYERS = "prompts with images run in the model's own layers"
 GAP_IN_MASK = "attention_mask has zeros between a row's ones (pad on either side)"
-ROLLOUT_TIMINGS = ("gather_s", "merge_s", "prefill_s", "decode_s", "environment_s", "wait_s", "tokens")
 
 
 Result = TypeVar("Result")
@@ -217,7 +216,7 @@ class Generator(WorkerState):
         outputs, cache = Outputs(inputs.config, encoder_outputs), None
         with self._decoding(adapters, max(totals, default=None), fallback_reason) as decoder:
             decoded = request
-            if request is not None:
+            if decoder is not None and request is not None and rows_inputs and self.info.placeholders.settings:
                 decoder, decoded = self._behind_inputs("generate", decoder, request)
             uses_cache = inputs.model_kwargs.get("use_cache") or self.executor.exchanges_tasks
             in_peft = has_virtual_tokens(self.model) or has_invocation_tokens(self.model)
@@ -318,7 +317,7 @@ class Generator(WorkerState):
                 "together; leave accept_group out, and call again for the groups that are missing"
             )
         num_prompts, repeats = len(ids), int(num_generations)
-        inputs = split_inputs(model_inputs, self.info.config, ids, mask)
+        inputs = [] if model_inputs is None else split_inputs(model_inputs, self.info.config, ids, mask)
         ids, mask = (tensor.repeat_interleave(repeats, dim=0) for tensor in (ids, mask))
         keys, limits = ids.new_zeros(len(ids)), ids.new_full((len(ids),), sampling.max_new_tokens)
         if sampling.temperature > 0 and num_prompts:
@@ -348,18 +347,21 @@ class Generator(WorkerState):
             is_dummy=is_dummy,
         )
         request = request if resume is None else request.after(resume)
+        if stop_after is None:
+            return request
         return replace(request, stop_conditions=stop_conditions(request.groups, stop_after))
 
     @torch.no_grad()
     def rollout(self, request: Request, adapters: Adapters | None) -> RolloutBatch:
         """Decode a request of `rollout_request`, in the window of `HybridEngine.rollout`."""
-        before = self.profiler.stats()
+        before = self.profiler.timings()
         if request.environment is not None and request.environment_limits is not None:
             with self.profiler.phase("environment"):
                 request = self._reset(request, request.environment_limits)
-        prompts = request.prompt_ids, request.prompt_mask
-        self.info.placeholders.require_inputs("rollout", *prompts, by_row=request.model_inputs)
-        self._require_token_ids(request.prompt_ids, request.prompt_mask)
+        prompts, placeholders = (request.prompt_ids, request.prompt_mask), self.info.placeholders
+        if placeholders.settings:
+            placeholders.require_inputs("rollout", *prompts, by_row=request.model_inputs)
+        self._require_token_ids(*prompts)
         prompt_len = request.prompt_ids.shape[1]
         self._require_max_out_tokens(prompt_len, request.max_new_tokens)
         block_bytes = self.executor.fused.block_bytes()  # 0: the model runs natively
@@ -367,18 +369,19 @@ class Generator(WorkerState):
         if not block_bytes:
             rows = min(len(request), self.rollout_settings.max_num_seqs)
             self.require_memory(rows, prompt_len + request.max_new_tokens)
-        reason = self._inputs_reason("rollout", request)
+        reason, decoded = self._inputs_reason("rollout", request) if any(request.model_inputs) else "", request
         with self._decoding(adapters, None if reason else request.longest, reason) as decoder:
-            decoder, decoded = self._behind_inputs("rollout", decoder, request)
+            if decoder is not None and request.model_inputs and placeholders.settings:
+                decoder, decoded = self._behind_inputs("rollout", decoder, request)
             weight_version = self.executor.window.snapshot.weights.number()
             kind = NativeTask if decoder is None else GenerateTask
             done = self.executor.compute(decoder, kind(decoded, request, weight_version=weight_version)).trimmed()
-        self.profiler.generated(len(request), int(done.lengths.sum()) - sum(request.partial_lengths()))
-        after = self.profiler.stats()
-        timings = {name: after[name] - before[name] for name in ROLLOUT_TIMINGS}
+        resumed = 0 if request.partial is None else sum(request.partial.lengths)
+        self.profiler.generated(len(request), int(done.lengths.sum()) - resumed)
+        timings = {name: after - before[name] for name, after in self.profiler.timings().items()}
         batch = rollout_batch(request, done, weight_version, timings)
-        if self.info.placeholders.settings:
-            self.info.placeholders.note_sampled(batch.sequences, batch.attention_mask, batch.prompt_ids.shape[1])
+        if placeholders.settings:
+            placeholders.note_sampled(batch.sequences, batch.attention_mask, batch.prompt_ids.shape[1])
         return batch.select_rows([]) if request.is_dummy else batch
 
     def rollout_by_adapter(self, request: Request, adapter_names: Sequence[str]) -> RolloutBatch:
@@ -409,7 +412,7 @@ class Generator(WorkerState):
             return self.rollout(here, adapters).renumbered(rows)
 
         batches = self._by_adapter(roll_out, of_rows, None if request.model_inputs else request.longest)
-        timings = {name: sum(batch.timings[name] for batch in batches) for name in ROLLOUT_TIMINGS}
+        timings = {name: sum(batch.timings[name] for batch in batches) for name in batches[0].timings}
         whole = RolloutBatch.cat([batch for batch in batches if len(batch.prompt_ids)] or batches, request.pad_token_id)
         assert whole.row_index is not None, "`rollout` has set it"
         return replace(whole.select_rows(whole.row_index.argsort().tolist()), timings=timings)
@@ -442,9 +445,11 @@ class Generator(WorkerState):
         return results
 
     def _inputs_reason(self, call: str, request: Request) -> str:
-        """Return why rows with inputs besides token ids run in the model's own layers; "" if they run fused, or if
-        there are none.  call: that has them."""
-        if not any(request.model_inputs) or self.info.layout is None:
+        """Return why rows with inputs besides token ids run in the model's own layers; "" if they run fused.
+
+        call: that has them.
+        """
+        if self.info.layout is None:
             return ""
         reasons = {
             "ranks compute together": type(self.executor) is not Executor,
@@ -455,15 +460,11 @@ class Generator(WorkerState):
         reason = reason or next((reason for reason, applies in reasons.items() if applies), "")
         return reason and f"{call}: {IN_OWN_LAYERS}: {reason}"
 
-    def _behind_inputs(
-        self, call: str, decoder: AnyDecoder | None, request: Request
-    ) -> tuple[AnyDecoder | None, Request]:
+    def _behind_inputs(self, call: str, decoder: AnyDecoder, request: Request) -> tuple[AnyDecoder | None, Request]:
         """Return the decoder, None if it must not go on from prompts with images, and the request that it decodes.
 
         Its prompts without placeholders are text, whatever a processor gives for them. A self-check runs once.
         """
-        if decoder is None or not request.model_inputs or not self.info.placeholders.settings:
-            return decoder, request
         pairs = zip(request.model_inputs, self.info.placeholders.rows(request.prompts()), strict=True)
         decoded = replace(request, model_inputs=[inputs if has_image else NO_INPUTS for inputs, has_image in pairs])
         if self.has_checked_inputs or not any(decoded.model_inputs):

@@ -42,7 +42,7 @@ from hybrid.runtime.errors import UserCodeError
 from hybrid.runtime.interrupts import INTERRUPTS
 from hybrid.runtime.parallel import InferenceGroup, raise_together
 from hybrid.runtime.profiling import ModelTimes, Profiler
-from hybrid.sampling.params import SamplingParams
+from hybrid.sampling.params import RowParams, SamplingParams
 
 DONE, GOES_ON, INTERRUPTED = 0, 1, 2  # states of a LockstepTask, as ranks send them
 
@@ -227,7 +227,7 @@ class GenerateTask(RequestTask):
     @property
     def key(self) -> Hashable:
         request = self.request
-        settings = request.max_new_tokens, request.pad_token_id, request.row_params().key
+        settings = request.max_new_tokens, request.pad_token_id, RowParams.of(request.sampling_params).key
         more = request.environment_limits, request.return_router_indices, request.suppressed is None
         return "completions", *settings, *more, *request.stop_token_ids.tolist()
 

@@ -13,7 +13,6 @@ from transformers import DynamicCache, EosTokenCriteria, GenerationConfig, MaxLe
 from transformers.generation import logits_process as processes
 from transformers.generation.streamers import BaseStreamer
 
-from hybrid.decoders.batch import NO_ADAPTER
 from hybrid.models.model_inputs import NO_INPUTS, RowInputs, is_model_input, split_inputs
 from hybrid.models.placeholders import Placeholders
 from hybrid.rollout import EnvironmentLimits, RolloutBatch, StopAfter, UnfinishedRows
@@ -214,14 +213,6 @@ class Request:
         """Return a row's inputs besides token ids."""
         return self.model_inputs[row] if self.model_inputs else NO_INPUTS
 
-    def adapter_of(self, row: int) -> int:
-        """Return the number of a row's adapter."""
-        return self.adapters[row] if self.adapters else NO_ADAPTER
-
-    def partial_lengths(self) -> list[int]:
-        """Return the number of tokens that each row's completion already has."""
-        return [0] * len(self) if self.partial is None else self.partial.lengths
-
     def prompts(self) -> list[torch.Tensor]:
         """Return the prompts without padding, int64 [n] each, on the host."""
         ids = self.prompt_ids.cpu()
@@ -244,8 +235,8 @@ class Request:
             groups=self.groups[rows],
             limits=self.limits[rows],
             partial=None if self.partial is None else self.partial.select(rows),
-            model_inputs=[self.inputs_of(row) for row in rows] if self.model_inputs else [],
-            adapters=[self.adapter_of(row) for row in rows] if self.adapters else [],
+            model_inputs=[self.model_inputs[row] for row in rows] if self.model_inputs else [],
+            adapters=[self.adapters[row] for row in rows] if self.adapters else [],
             stop_conditions=(),
             failures={},
         )
@@ -278,20 +269,14 @@ class Request:
         params = self.sampling_params
         return [params] * len(self.prompt_ids) if isinstance(params, SamplingParams) else params
 
-    def row_params(self) -> RowParams:
-        """Return the sampling parameters of the rows."""
-        return RowParams.of(self.sampling_params, self.prompt_ids.device)
-
 
 def padded_left(tensor: torch.Tensor, width: int) -> torch.Tensor:
     """Return a tensor [..., n] with zeros before it, [..., width]."""
     return F.pad(tensor, (width - tensor.shape[-1], 0))
 
 
-def stop_conditions(groups: torch.Tensor, stop_after: StopAfter | None) -> tuple[StopCondition, ...]:
+def stop_conditions(groups: torch.Tensor, stop_after: StopAfter) -> tuple[StopCondition, ...]:
     """Return what must finish before the other rows stop.  groups: as Request's."""
-    if stop_after is None:
-        return ()
     by_group: dict[int, list[int]] = {}
     for row, group in enumerate(groups.tolist()):
         by_group.setdefault(group, []).append(row)

@@ -60,7 +60,7 @@ class ModelInfo:
             return max(getattr(layer, name) or 0 for layer in config.per_layer_config)
         return getattr(config, name, None) or 0
 
-    @property
+    @cached_property
     def is_encoder_decoder(self) -> bool:
         """Whether the model's prompt and completion are two sequences."""
         return getattr(self.config, "is_encoder_decoder", False)

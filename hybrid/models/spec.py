@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -194,7 +195,7 @@ class DecoderSpec:
             return self
         return replace(self, num_kv_heads=layer.num_kv_heads, head_dim=layer.head_dim)
 
-    @property
+    @cached_property
     def is_recurrent(self) -> bool:
         """Whether a layer has a state of fixed size for each sequence."""
         return self.recurrent is not None

@@ -14,6 +14,7 @@ from hybrid.runtime.parallel import SharedCounter, rank
 # decode together.  release: freeing memory, and offloading and reloading training states.  train: forward, backward and
 # step in train mode.
 PHASES = ("gather", "merge", "prefill", "decode", "environment", "wait", "release", "train")
+ROLLOUT_PHASES = ("gather", "merge", "prefill", "decode", "environment", "wait")
 
 Phase = Callable[[str], AbstractContextManager]  # times its block under one of PHASES
 
@@ -132,6 +133,10 @@ class Profiler:
             "tokens_per_s": self.now.tokens / generating_s if generating_s > 0 else 0.0,
             "gathered_bytes": self.now.gathered_bytes,
         }
+
+    def timings(self) -> dict[str, float]:
+        """Return the seconds of each phase that a rollout may have, and its tokens, in the current iteration."""
+        return {**{f"{name}_s": self.now.seconds[name] for name in ROLLOUT_PHASES}, "tokens": self.now.tokens}
 
     def next_iteration(self) -> None:
         """Start a new iteration; from the second call on, rank 0 prints the finished one in DeepSpeed's format.

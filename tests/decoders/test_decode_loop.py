@@ -359,7 +359,7 @@ def test_a_layer_of_a_decode_step_launches_at_most_ten_kernels(variant, monkeypa
 def test_drawing_takes_three_launches_and_never_waits_for_the_device(sampling, monkeypatch):
     drawn = request(sampling)
     keys, token_ids = drawn.sampling_keys, drawn.prompt_ids if SETTINGS[sampling].repetition_penalty > 1 else None
-    stops, params = drawn.stop_token_ids, drawn.row_params()
+    stops, params = drawn.stop_token_ids, RowParams.of(drawn.sampling_params, drawn.prompt_ids.device)
     draws = SamplingState(keys, torch.zeros_like(keys), drawn.limits, stops, 0, params, token_ids)
     state = DecodeState(8, 64, VOCABULARY, torch.float32, torch.device(DEVICE))
     state.load_draws(draws)
