@@ -142,7 +142,7 @@ class PagedKV:
     def copy(self, sources: list[int], targets: list[int]) -> None:
         """Copy the content of block `sources[i]` to block `targets[i]`."""
         device = self.keys[0].device
-        source, target = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
+        source, target = (torch.tensor(blocks, dtype=torch.int64, device=device) for blocks in (sources, targets))
         for tensor in self.tensors:
             tensor[target] = tensor[source]
 

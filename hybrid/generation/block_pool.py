@@ -122,8 +122,6 @@ class BlockPool:
 
         num_blocks, forward_bytes: as for `reserve_call`. Slots that they leave room for are not taken away.
         """
-        if self.make_states is None:
-            return
         for_blocks = (num_blocks + 1) * self.block_bytes
         free = self.free_bytes() if self.affordable_bytes is None else self.affordable_bytes
         for_states = (free - forward_bytes + self.nbytes()) * RESERVED_SHARE - for_blocks
@@ -500,14 +498,9 @@ class BlockPool:
             return []
         self.ref([block])
         copy = self.allocate(1)
-        self.copy([block], copy)
+        self.kv.copy([block], copy)
         self.free([block])
         return copy
-
-    def copy(self, sources: list[int], targets: list[int]) -> None:
-        """Copy the content of block `sources[i]` to block `targets[i]`."""
-        if sources:
-            self.kv.copy(sources, targets)
 
     def nbytes(self) -> int:
         """Return the bytes of the storage."""
@@ -544,16 +537,6 @@ class CachedBlock:
         self.parent, self.tokens, self.block = self if parent is None else parent, tokens, block
         self.children: dict[bytes, CachedBlock] = {}
         self.ordered: list[bytes] = []
-
-    def add(self, tokens: bytes, block: int) -> "CachedBlock":
-        """Add a child, and return it."""
-        insort(self.ordered, tokens)
-        self.children[tokens] = CachedBlock(self, tokens, block)
-        return self.children[tokens]
-
-    def remove(self) -> None:
-        """Leave the parent's children."""
-        del self.parent.children[self.tokens], self.parent.ordered[bisect_left(self.parent.ordered, self.tokens)]
 
     def closest(self, tokens: bytes) -> tuple[int, int]:
         """Return how many tokens a child begins with that a sequence, given as bytes, begins with too, and that child's
@@ -650,14 +633,16 @@ class PrefixCache:
         for begin, block in zip(range(0, len(tokens), FULL_BYTES), blocks, strict=True):
             content = tokens[begin : begin + FULL_BYTES]
             if content not in node.children:
-                self.by_block[block] = node.add(content, block)
+                insort(node.ordered, content)
+                self.by_block[block] = node.children[content] = CachedBlock(node, content, block)
             node = node.children[content]
         return node.block
 
     def remove(self, block: int) -> list[int]:
         """Forget a block and all that follow it; return them."""
         node = self.by_block[block]
-        node.remove()
+        siblings = node.parent.ordered
+        del node.parent.children[node.tokens], siblings[bisect_left(siblings, node.tokens)]
         removed = [node]
         for each in removed:  # which grows; long sequences are deeper than Python's recursion
             removed += each.children.values()

@@ -175,10 +175,8 @@ class CompletionBuffers:
         self.ids[row], self.logps[:, row] = self.pad_token_id, 0.0
         self.extend(row, -len(prompt_ids), prompt_ids)
 
-    def end(self, rows: list[int], lengths: list[int], steps: int) -> None:
-        """Clear the tokens that the last `steps` steps sampled after the ends of rows."""
-        if steps == 1:
-            return
+    def end(self, rows: list[int], lengths: list[int]) -> None:
+        """Clear the tokens that steps sampled after the ends of rows."""
         device = self.ids.device
         ended, ends = torch.tensor([rows, lengths], device=device)
         behind = torch.arange(self.logps.shape[2], device=device) >= ends[:, None]
@@ -198,28 +196,31 @@ class CompletionBuffers:
         return Completions(tokens, lengths, sampling, old, raw, sampling_mask, sequences, router_indices)
 
 
-class Penalties:
-    """`repetition_penalty` and `min_new_tokens` as processors, for decoders that do not sample with them.
+def penalized(
+    params: RowParams,
+    stop_token_ids: torch.Tensor,
+    buffers: CompletionBuffers,
+    ids: torch.Tensor,
+    scores: torch.Tensor,
+    rows: torch.Tensor,
+) -> torch.Tensor:
+    """Return scores after `repetition_penalty` and `min_new_tokens`, where the decoder does not sample with them.
+
+    The last three arguments are those of `Request.processors`.
 
     params: of the request's rows.  buffers: have the rows' padding.
     """
-
-    def __init__(self, params: RowParams, stop_token_ids: torch.Tensor, buffers: CompletionBuffers):
-        self.params, self.stop_token_ids, self.buffers = params, stop_token_ids, buffers
-
-    def __call__(self, ids: torch.Tensor, scores: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return processed scores; the arguments are those of `Request.processors`."""
-        position, processed = ids.shape[1] - self.buffers.prompt_len, torch.empty_like(scores)
-        for params, at in self.params.select(rows).groups():
-            of_rows = scores[at]
-            if params.repetition_penalty != 1.0:
-                padding = torch.tensor(self.buffers.padding, device=rows.device)[rows[at]]
-                of_rows = RowRepetitionPenalty(params.repetition_penalty, padding)(ids[at], of_rows)
-            if position < params.min_new_tokens:
-                tokens = torch.arange(scores.shape[1], device=scores.device)
-                of_rows = of_rows.masked_fill(torch.isin(tokens, self.stop_token_ids), -torch.inf)
-            processed[at] = of_rows
-        return processed
+    position, processed = ids.shape[1] - buffers.prompt_len, torch.empty_like(scores)
+    for each, at in params.select(rows).groups():
+        of_rows = scores[at]
+        if each.repetition_penalty != 1.0:
+            padding = torch.tensor(buffers.padding, device=rows.device)[rows[at]]
+            of_rows = RowRepetitionPenalty(each.repetition_penalty, padding)(ids[at], of_rows)
+        if position < each.min_new_tokens:
+            tokens = torch.arange(scores.shape[1], device=scores.device)
+            of_rows = of_rows.masked_fill(torch.isin(tokens, stop_token_ids), -torch.inf)
+        processed[at] = of_rows
+    return processed
 
 
 def without_tokens(

@@ -16,13 +16,19 @@ from hybrid.decoders.batch import (
     table_of,
     uploaded,
 )
+from hybrid.decoders.cpu_decoder import CpuDecoder
 from hybrid.decoders.drafts import Drafting, VerifiedTokens, verify_steps
 from hybrid.decoders.fused_model import AnyDecoder
+from hybrid.decoders.self_check import checked_lengths
+from hybrid.decoders.streamed_decoder import StreamedDecoder
+from hybrid.decoders.torch_decoder import WholeDecoder
 from hybrid.generation.block_pool import BlockPool, blocks_for
 from hybrid.generation.recurrent_prefixes import shared_prefixes
 from hybrid.generation.sequence import Sequence
 from hybrid.runtime.interrupts import INTERRUPTS
 from hybrid.sampling.state import SamplingState
+
+LOGIT_ROWS = 256  # tokens whose logits are in memory at once while sequences are scored
 
 
 def hidden_states(
@@ -294,7 +300,7 @@ class ModelRunner(RunningSequences):
 
     def _batch(self, tokens: torch.Tensor) -> PackedBatch:
         """Return the batch that appends a token to each row."""
-        tables = self.block_tables.rows()
+        tables = self.block_tables.memory[: len(self)]
         lengths, slots = self.lengths + 1, self.state_slots
         return PackedBatch(tokens, self.lengths, self.cu_seqlens, lengths, tables, slots, self.adapters)
 
@@ -322,15 +328,14 @@ class BlockTables:
     """The rows' block tables on the device, updated in place: a step writes only the blocks that it adds.
 
     max_blocks: the most blocks that a row may have.
+
+    memory: int32 [rows, blocks], contiguous; the first `count` rows are in use. Entries after a row's last block are
+        undefined.
     """
 
     def __init__(self, max_blocks: int, device: torch.device):
         self.count, self.max_blocks = 0, max_blocks
-        self.memory = torch.zeros(0, 0, dtype=torch.int32, device=device)  # [rows, blocks], unused entries undefined
-
-    def rows(self) -> torch.Tensor:
-        """Return the block tables, int32 [rows, blocks], contiguous. Entries after a row's last block are undefined."""
-        return self.memory[: self.count]
+        self.memory = torch.zeros(0, 0, dtype=torch.int32, device=device)
 
     def add(self, blocks: list[list[int]]) -> None:
         """Append rows with these blocks."""
@@ -351,7 +356,7 @@ class BlockTables:
 
     def keep(self, indices: torch.Tensor) -> None:
         """Keep the rows with these indices, int64 [n], ascending; they move up."""
-        kept = self.rows()[indices]
+        kept = self.memory[: self.count][indices]
         self.count = len(kept)
         self.memory[: self.count] = kept
 
@@ -367,3 +372,54 @@ class BlockTables:
         )
         larger[:height, :width] = self.memory
         self.memory = larger
+
+
+# Memory of forward passes
+
+
+def reserve_memory(
+    decoder: AnyDecoder, block_pool: BlockPool, num_seqs: int, num_blocks: int, longest: int, decodes: bool = True
+) -> None:
+    """Reserve a call's blocks and recurrent states. If free memory does not hold all blocks and what forward passes
+    need, the pool's limit is lowered: rows wait for others' blocks.
+
+    num_seqs, num_blocks: the most at once.  longest: tokens of the longest sequence.  decodes: as for `forward_bytes`.
+    """
+    forwards = forward_bytes(decoder, num_seqs, longest, decodes)
+    if not block_pool.shares_prefixes:
+        block_pool.reserve_states(num_seqs + 1, num_blocks, forwards)
+    block_pool.reserve_call(num_blocks, forwards, blocks_for(longest))
+    if decoder.group is not None:
+        block_pool.agree_on_call(decoder.group.gather, decoder.device)
+
+
+def forward_bytes(decoder: AnyDecoder, rows: int, tokens: int, decodes: bool = True) -> int:
+    """Return the bytes that a decoder's forward passes need: logits, activations and CUDA graphs.
+
+    rows: decoded or scored in one batch, those of other ranks included.  tokens: of each.  decodes: False: rows are
+        scored alone.
+    """
+    whole = decoder.inner if isinstance(decoder, StreamedDecoder) else decoder
+    vocabulary = decoder.vocabulary  # a rank's slice
+    num_logits = decoder.spec.vocab_size if vocabulary is None else vocabulary.width
+    logits = logit_rows(whole, max(rows, 1), tokens, decodes) * num_logits * 4
+    graphs = whole.loop_bytes(rows, tokens) if rows and decodes and whole is decoder else 0
+    return logits + activation_bytes(decoder, rows, tokens) + graphs
+
+
+def activation_bytes(decoder: AnyDecoder, rows: int, tokens: int) -> int:
+    """Return the bytes of activations; the arguments are `forward_bytes`'s. The self-check's are among them."""
+    whole = decoder.inner if isinstance(decoder, StreamedDecoder) else decoder
+    return whole.activation_bytes(max(min(rows * tokens, decoder.prefill_tokens), sum(checked_lengths(whole))))
+
+
+def logit_rows(decoder: WholeDecoder | None, rows: int, tokens: int, decodes: bool = True) -> int:
+    """Return the rows of logits that exist at once, temporaries counted: in a decode step (`rows` sequences), if the
+    call decodes, or in scoring.
+
+    Kernels sample and score without a copy, torch's operations make temporaries of the same size. The head makes one
+    more on a GPU, where its logits are converted to float32, and so do the most probable tokens of scored prompts.
+    """
+    for_decoding = 3 if decoder is not None and decoder.samples_in_kernel else 5
+    for_scoring = 1 if isinstance(decoder, CpuDecoder) else for_decoding
+    return max(for_decoding * rows * decodes, for_scoring * min(rows * tokens, LOGIT_ROWS))

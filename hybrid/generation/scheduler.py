@@ -23,11 +23,10 @@ from hybrid.generation.completions import (
     CompletionBuffers,
     Completions,
     InvalidLogitsError,
-    Penalties,
+    penalized,
     without_tokens,
 )
-from hybrid.generation.forward_memory import reserve_memory
-from hybrid.generation.model_runner import ModelRunner, prefill
+from hybrid.generation.model_runner import ModelRunner, prefill, reserve_memory
 from hybrid.generation.request import Processors, Request, StopCondition
 from hybrid.generation.routing import read_router_indices
 from hybrid.generation.sequence import Sequence, Turn
@@ -37,6 +36,7 @@ from hybrid.runtime.errors import UserCodeError
 from hybrid.runtime.interrupts import INTERRUPTS
 from hybrid.runtime.parallel import InferenceGroup, raise_together
 from hybrid.runtime.profiling import Phase
+from hybrid.sampling.params import RowParams
 from hybrid.sampling.sampler import SamplerOutput, key_after_fork, of_all_rows, sample_tokens, selective_log_softmax
 from hybrid.sampling.state import SamplingState
 
@@ -65,31 +65,6 @@ class SequenceGroup:
     model_inputs: RowInputs = field(default_factory=dict)  # besides token ids: the model's own forward prefills
     adapter: int = NO_ADAPTER  # as Sequence's
     cached: Any = None  # the tokens' NativeRows of one row, where the model's own forward runs and other rows wait
-
-    @property
-    def num_full_blocks(self) -> int:
-        """Blocks that the tokens fill."""
-        return len(self.token_ids) // BLOCK_SIZE
-
-
-def group_by_prompt(
-    sequences: list[Sequence], contexts: list[torch.Tensor], inputs_of: Callable[[int], RowInputs]
-) -> list[SequenceGroup]:
-    """Group sequences by equal tokens, the same inputs besides them, and the same adapter, in the order of first
-    appearance.
-
-    contexts: `token_ids` of each.  inputs_of: returns a row's inputs besides token ids.
-    """
-    groups: dict[tuple[bytes, int, int, int], SequenceGroup] = {}
-    for sequence, token_ids in zip(sequences, contexts, strict=True):
-        model_inputs = inputs_of(sequence.row)
-        key = token_ids.numpy().tobytes(), sequence.length, id(model_inputs), sequence.adapter
-        group = SequenceGroup(token_ids, [], model_inputs=model_inputs, adapter=sequence.adapter)
-        group = groups.setdefault(key, group)
-        longest = len(token_ids) - sequence.length + sequence.limit
-        group.blocks_per_row = max(group.blocks_per_row, blocks_for(longest))
-        group.waiting.append(sequence)
-    return list(groups.values())
 
 
 @dataclass
@@ -167,7 +142,7 @@ class Scheduler:
         self.environment, self.on_end, self.accept_group = environment, on_end, accept_group
         # A graph samples from slices of the vocabulary with one setting for all rows.
         can_mix = decoder.vocabulary is None or decoder.vocabulary.group.shares_memory
-        params = request.row_params()
+        params = RowParams.of(request.sampling_params, request.prompt_ids.device)
         suppressed = request.suppressed  # which samplers do not know
         in_sampler = decoder.samples_with_penalties and suppressed is None
         penalizes = not in_sampler and params.has_penalties(len(request.stop_token_ids) > 0)
@@ -181,9 +156,8 @@ class Scheduler:
         self.num_scheduler_steps = num_scheduler_steps or usual
         self.step_s = STRIDE_S  # seconds of a decode step, as of the last check
         limits = request.limits.tolist()
-        self.sequences = [
-            Sequence(row=row, limit=limit, adapter=request.adapter_of(row)) for row, limit in enumerate(limits)
-        ]
+        of_rows = zip(limits, request.adapters or [NO_ADAPTER] * len(limits), strict=True)
+        self.sequences = [Sequence(row=row, limit=limit, adapter=each) for row, (limit, each) in enumerate(of_rows)]
         device = decoder.device
         self.runner = self.new_runner()
         slack = max(self.num_scheduler_steps, MAX_STEPS if self.continues_past_ends else 0)
@@ -191,7 +165,9 @@ class Scheduler:
         self.params = params if in_sampler else params.without_penalties()
         self.stop_token_ids = request.stop_token_ids
         assert request.processors is None or not penalizes, "processors of `generate()` come without penalties"
-        self.processors = Penalties(params, request.stop_token_ids, self.buffers) if penalizes else request.processors
+        self.processors = request.processors
+        if penalizes:
+            self.processors = partial(penalized, params, request.stop_token_ids, self.buffers)
         if suppressed is not None:
             self.processors = partial(without_tokens, suppressed, self.processors)
         self.pending_env = set() if environment is None else environment.pending  # rows
@@ -215,8 +191,9 @@ class Scheduler:
     def run(self) -> Completions:
         """Decode all rows. Raises InvalidLogitsError at the end if a row had invalid logits."""
         waiting = [sequence for sequence in self.sequences if sequence.reason == "unfinished"]
-        for sequence, length in zip(self.sequences, self.request.partial_lengths(), strict=True):
-            sequence.length = length if sequence.reason == "unfinished" else 0
+        if self.request.partial is not None:
+            for sequence in waiting:
+                sequence.length = self.request.partial.lengths[sequence.row]
         self.add_waiting(waiting)
         self.reserve()
         with self.phase("decode"):
@@ -242,10 +219,20 @@ class Scheduler:
             self.decode()
 
     def grouped(self, sequences: list[Sequence]) -> list[SequenceGroup]:
-        """Return sequences by equal tokens so far, those of one adapter side by side: kernels compute runs of them."""
+        """Group sequences by equal tokens so far, the same inputs besides them, and the same adapter, in the order of
+        first appearance; those of one adapter side by side: kernels compute runs of them."""
         sequences = sorted(sequences, key=attrgetter("adapter"))
-        rows, lengths = [each.row for each in sequences], [each.length for each in sequences]
-        return group_by_prompt(sequences, self.buffers.contexts(rows, lengths), self.request.inputs_of)
+        contexts = self.buffers.contexts([each.row for each in sequences], [each.length for each in sequences])
+        groups: dict[tuple[bytes, int, int, int], SequenceGroup] = {}
+        for sequence, token_ids in zip(sequences, contexts, strict=True):
+            model_inputs = self.request.inputs_of(sequence.row)
+            key = token_ids.numpy().tobytes(), sequence.length, id(model_inputs), sequence.adapter
+            group = SequenceGroup(token_ids, [], model_inputs=model_inputs, adapter=sequence.adapter)
+            group = groups.setdefault(key, group)
+            longest = len(token_ids) - sequence.length + sequence.limit
+            group.blocks_per_row = max(group.blocks_per_row, blocks_for(longest))
+            group.waiting.append(sequence)
+        return list(groups.values())
 
     def add_waiting(self, sequences: list[Sequence]) -> None:
         """Put sequences at the front of the admission queue."""
@@ -256,9 +243,22 @@ class Scheduler:
             self.buffers.limits[rows] = torch.tensor(of_turn, device=self.buffers.limits.device)
 
     def reserve(self) -> None:
-        """Reserve the memory of the whole request."""
-        num_rows = sum(len(group.waiting) for group in self.waiting)
-        self.reserve_for(min(self.max_num_seqs, num_rows), self.max_blocks_in_use())
+        """Reserve the memory of the whole request, of the most blocks that are in use at once, in whatever order
+        sequences end.
+
+        Counted are each running sequence's own blocks, each running prompt's shared blocks, and, if rows wait, the
+        blocks that their group keeps for them.
+        """
+        # Rows whose environment runs leave their blocks in the pool: room for another `max_num_seqs` of them.
+        num_seqs = self.max_num_seqs * (1 if self.environment is None else 2)
+        of_rows: list[int] = []  # a row's own blocks
+        shared: list[int] = []  # a group's full blocks
+        for group in self.waiting:
+            shared.append(len(group.token_ids) // BLOCK_SIZE)
+            of_rows += [group.blocks_per_row - shared[-1]] * len(group.waiting)
+        waits = len(of_rows) > num_seqs
+        num_blocks = sum(sorted(of_rows)[-num_seqs:]) + sum(sorted(shared)[-(num_seqs + waits) :]) + waits
+        self.reserve_for(min(self.max_num_seqs, len(of_rows)), num_blocks)
 
     def reserve_for(self, num_seqs: int, num_blocks: int) -> None:
         """Reserve the memory of `num_seqs` sequences at once. Where free memory does not suffice for their blocks, rows
@@ -266,19 +266,6 @@ class Scheduler:
         longest = self.request.longest
         reserve_memory(self.decoder, self.block_pool, num_seqs, num_blocks, longest)
         self.decoder.reserve(longest)
-
-    def max_blocks_in_use(self) -> int:
-        """Return the most blocks that are in use at once, in whatever order sequences end.
-
-        Counted are each running sequence's own blocks, each running prompt's shared blocks, and, if rows wait, the
-        blocks that their group keeps for them.
-        """
-        # Rows whose environment runs leave their blocks in the pool: room for another `max_num_seqs` of them.
-        num_seqs = self.max_num_seqs * (1 if self.environment is None else 2)
-        of_rows = [group.blocks_per_row - group.num_full_blocks for group in self.waiting for _ in group.waiting]
-        shared = sorted((group.num_full_blocks for group in self.waiting), reverse=True)
-        waits = len(of_rows) > num_seqs
-        return sum(sorted(of_rows, reverse=True)[:num_seqs]) + sum(shared[: num_seqs + waits]) + waits
 
     # ------------------------------------------------------------- admitting
 
@@ -359,21 +346,24 @@ class Scheduler:
         Full blocks of the prompt are shared; while other rows of the group wait, the group keeps the last, partly
         filled block.
         """
-        full = group.num_full_blocks
+        full = len(group.token_ids) // BLOCK_SIZE
         kept = blocks_for(len(group.token_ids)) - full if count < len(group.waiting) else 0
         return full + count * (group.blocks_per_row - full) + kept - len(group.blocks)
 
     def allocate(self, group: SequenceGroup, sequences: list[Sequence]) -> None:
         """Give rows of a prefilled group their blocks: full blocks are shared, the last one, which decoding writes to,
         is copied, and so are recurrent states; the group's last row takes the group's own."""
-        full, partial = group.blocks[: group.num_full_blocks], group.blocks[group.num_full_blocks :]
+        num_full = len(group.token_ids) // BLOCK_SIZE
+        full, partial = group.blocks[:num_full], group.blocks[num_full:]
         is_last = not group.waiting
         copies = [self.block_pool.allocate(len(partial)) for _ in sequences[is_last:]]
-        self.block_pool.copy(partial * sum(map(len, copies)), [block for blocks in copies for block in blocks])
+        if copies and partial:
+            self.block_pool.kv.copy(partial * len(copies), [block for blocks in copies for block in blocks])
         for _ in sequences[is_last:]:
             self.block_pool.ref(full)
         slots = self.block_pool.allocate_states(len(copies))
-        self.block_pool.copy_states(group.state_slot, slots)
+        if self.block_pool.states:
+            self.block_pool.copy_states(group.state_slot, slots)
         slots += [group.state_slot] * is_last
         for sequence, blocks, slot in zip(sequences, copies + [partial] * is_last, slots, strict=True):
             sequence.blocks, sequence.max_blocks, sequence.state_slot = full + blocks, group.blocks_per_row, slot
@@ -568,7 +558,8 @@ class Scheduler:
         staying = set(stay)
         leave = [sequence for index, sequence in enumerate(self.runner.sequences) if index not in staying]
         rows, lengths = [sequence.row for sequence in leave], [sequence.length for sequence in leave]
-        self.buffers.end(rows, lengths, steps)
+        if steps > 1:
+            self.buffers.end(rows, lengths)
         self.keep_tokens(leave)
         self.runner.remove_finished(keep=stay)
 

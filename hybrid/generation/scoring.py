@@ -14,8 +14,7 @@ from torch import nn
 from hybrid.decoders.batch import BLOCK_SIZE, LayerActivations, on_device
 from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.generation.block_pool import BlockPool, blocks_for
-from hybrid.generation.forward_memory import LOGIT_ROWS, reserve_memory
-from hybrid.generation.model_runner import hidden_states, prefill_chunks
+from hybrid.generation.model_runner import LOGIT_ROWS, hidden_states, prefill_chunks, reserve_memory
 from hybrid.generation.shared_prefixes import PackedSequences, packed_hidden_states
 from hybrid.models.model_inputs import RowInputs, joined_inputs
 from hybrid.models.modules import has_virtual_tokens, hugging_face_model

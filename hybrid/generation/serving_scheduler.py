@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from hybrid.decoders.batch import NO_ADAPTER
 from hybrid.decoders.streamed_decoder import StreamedDecoder
 from hybrid.generation.block_pool import blocks_for
-from hybrid.generation.completions import InvalidLogitsError, Penalties
+from hybrid.generation.completions import InvalidLogitsError, penalized
 from hybrid.generation.native_scheduler import NativeScheduler
 from hybrid.generation.request import Processors
 from hybrid.generation.scheduler import STEPS_IN_KERNEL, STEPS_ON_DEVICES, STRIDE_S, Scheduler
@@ -347,7 +347,7 @@ class ServingScheduler(Scheduler):
         """Return what changes a row's scores before sampling; None: nothing."""
         params, stop_token_ids = RowParams.of(row.params), torch.tensor(row.stop_token_ids, device=self.decoder.device)
         has_penalties = params.has_penalties(can_stop=bool(row.stop_token_ids))
-        penalties = Penalties(params, stop_token_ids, self.buffers) if has_penalties else None
+        penalties = partial(penalized, params, stop_token_ids, self.buffers) if has_penalties else None
         if not row.logit_bias:
             return penalties
         tokens, biases = zip(*row.logit_bias, strict=True)

@@ -9,8 +9,7 @@ import torch
 from hybrid.decoders.batch import BLOCK_SIZE, LayerActivations
 from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.generation.block_pool import FULL_BYTES, TOKEN_BYTES, BlockPool, blocks_for
-from hybrid.generation.forward_memory import reserve_memory
-from hybrid.generation.model_runner import hidden_states
+from hybrid.generation.model_runner import hidden_states, reserve_memory
 from hybrid.generation.recurrent_prefixes import common_to_two
 
 NO_PARENT = -1
@@ -250,6 +249,6 @@ def blocks_after(block_pool: BlockPool, ids: torch.Tensor, parent: list[int], be
         blocks += more
     if begin % BLOCK_SIZE and len(blocks) == full:
         copied = block_pool.allocate(1)
-        block_pool.copy([parent[full]], copied)
+        block_pool.kv.copy([parent[full]], copied)
         blocks += copied
     return blocks + block_pool.allocate(blocks_for(len(ids)) - len(blocks))

@@ -11,7 +11,7 @@ from torch import nn
 from hybrid.config import RolloutConfig
 from hybrid.decoders.fused_model import FusedModel
 from hybrid.generation.block_pool import BlockPool, blocks_for
-from hybrid.generation.forward_memory import forward_memory, logit_rows
+from hybrid.generation.model_runner import activation_bytes, logit_rows
 from hybrid.models.quantized import state_bytes
 from hybrid.models.spec import DecoderSpec
 from hybrid.runtime.memory import free_bytes
@@ -247,8 +247,8 @@ def need_of(
             width = 4 * hidden + 3 * (info.size("intermediate_size") or 4 * hidden)
             activations = max(rows * tokens * width * next(info.model.parameters()).element_size() - logits, 0)
             return Need(*held, logits, activations)
-        memory = forward_memory(decoder, ranks * rows, tokens)
-        return Need(*held, logits, memory.activations, 0 if mode.streaming else memory.graphs)
+        graphs = decoder.loop_bytes(ranks * rows, tokens) if rows and not mode.streaming else 0
+        return Need(*held, logits, activation_bytes(decoder, ranks * rows, tokens), graphs)
 
     return need
 

@@ -111,11 +111,11 @@ def test_copy_copies_whole_blocks():
     block_pool = pool_of()
     first, second, *targets = block_pool.allocate(5)
     write(block_pool, [first, second])
-    block_pool.copy([first, first, second], targets)
+    block_pool.kv.copy([first, first, second], targets)
     assert is_written(block_pool, targets[0], first)
     assert is_written(block_pool, targets[1], first)
     assert is_written(block_pool, targets[2], second)
-    block_pool.copy([], [])
+    block_pool.kv.copy([], [])
     write(block_pool, targets)
     assert is_written(block_pool, first, first), "a copy aliases its source"
 

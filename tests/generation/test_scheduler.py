@@ -19,7 +19,7 @@ from transformers import (
 from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
 from hybrid.generation.block_pool import BlockPool, blocks_for
 from hybrid.generation.completions import Completions
-from hybrid.generation.forward_memory import forward_memory
+from hybrid.generation.model_runner import forward_bytes
 from hybrid.generation.request import Request
 from hybrid.generation.scheduler import Scheduler
 from hybrid.sampling.params import warpers_of
@@ -329,7 +329,7 @@ def test_rows_wait_where_free_memory_is_short():
     """Free memory holds 12 blocks and the forward passes; if rows did not wait, storage would grow beyond it."""
     request = request_of(MIXTURE)
     most, block_bytes = run_scheduler(request)[2].max_used, 2 * BLOCK_SIZE * 8
-    forwards = forward_memory(PagedMock(), len(MIXTURE), request.longest).total
+    forwards = forward_bytes(PagedMock(), len(MIXTURE), request.longest)
     actual, _, block_pool = run_scheduler(request, free_bytes=forwards + 12 * block_bytes)
     require_same(actual, expected(request))
     assert block_pool.max_used <= 9 < most and block_pool.peak_bytes == 10 * block_bytes

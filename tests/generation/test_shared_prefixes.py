@@ -10,8 +10,7 @@ from hybrid.decoders.batch import BLOCK_SIZE, KVWeights
 from hybrid.decoders.cpu_decoder import CpuDecoder
 from hybrid.decoders.torch_decoder import WholeDecoder
 from hybrid.generation.block_pool import RESERVED_SHARE, BlockPool
-from hybrid.generation.forward_memory import forward_memory
-from hybrid.generation.model_runner import hidden_states
+from hybrid.generation.model_runner import forward_bytes, hidden_states
 from hybrid.generation.scoring import LayerInputScores, score_packed, score_with_layer_inputs
 from hybrid.generation.shared_prefixes import NO_PARENT, PackedSequences, common_tokens
 from tests.decoders import test_cpu_decoder, test_torch_decoder
@@ -230,7 +229,7 @@ def test_scores_leave_free_memory_to_their_forwards(num_blocks, keeps_hidden_sta
     decoder = test_cpu_decoder.decoder_of(model)
     expected = score_packed(decoder, new_pool(decoder), sequences, mask, 0.7, 16)
     decoder.keeps_hidden_states = keeps_hidden_states
-    for_forwards = forward_memory(decoder, len(rows), max(map(len, rows)), decodes=False).total
+    for_forwards = forward_bytes(decoder, len(rows), max(map(len, rows)), decodes=False)
     block_bytes = decoder.kv(1).nbytes
     free = for_forwards + (num_blocks + 1) * block_bytes / RESERVED_SHARE + 1
     pool = BlockPool(BLOCK_SIZE, free_bytes=lambda: free)

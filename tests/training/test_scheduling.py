@@ -12,8 +12,7 @@ from transformers import LogitsProcessorList
 import hybrid
 from hybrid.decoders import fused_model as fused
 from hybrid.decoders.cpu_decoder import CpuDecoder
-from hybrid.generation import forward_memory
-from hybrid.generation.forward_memory import ForwardMemory
+from hybrid.generation import model_runner
 from tests.engines import Recorder, engine_of, settings
 from tests.tiny_models import prompts, tiny_model, twin
 
@@ -107,7 +106,7 @@ def check_short_memory() -> None:
     rank = dist.get_rank()
     ids, mask = prompts(5 + rank, 40, padded=True, seed=rank)
     sampling, batches = hybrid.SamplingParams(20, seed=3, stop_token_ids=ENDS), []
-    measured = forward_memory.forward_memory
+    measured = model_runner.forward_bytes
     for is_short in (False, True):
         block = {"enabled": True, "inference_tp_size": 2}
         engine = engine_of(tiny_model("llama", **HEADS), settings(3, hybrid_engine=block))
@@ -116,11 +115,11 @@ def check_short_memory() -> None:
             pool.step = 1
             pool.free_bytes = lambda: 12 * BLOCK_BYTES
             more = 5 * BLOCK_BYTES * rank
-            forward_memory.forward_memory = lambda *_, more=more: ForwardMemory(more, 0, 0)
+            model_runner.forward_bytes = lambda *_, more=more: more
         try:
             batches.append(engine.rollout(ids, mask, sampling, num_generations=3))
         finally:
-            forward_memory.forward_memory = measured
+            model_runner.forward_bytes = measured
         assert (pool.call_limit is not None) == is_short
         engine.destroy()
     assert same_rollouts(*batches)
