@@ -175,7 +175,8 @@ class ForeignForwards:
         if not self.instances or not all(map(is_, instances, self.instances)):
             self.instances = instances
             self.overrides = [None if isinstance(forward, nn.Module) else forward for forward in instances]
-        inner = self._with_classes(compress(kinds, self.is_inner)), list(compress(self.overrides, self.is_inner))
+        inner_kinds, inner_overrides = (list(compress(of_all, self.is_inner)) for of_all in (kinds, self.overrides))
+        inner = inner_kinds, [kind.forward for kind in dict.fromkeys(inner_kinds)], inner_overrides
         if inner != self.seen_inner:
             self.seen_inner = inner
             self.replaced += 1
@@ -184,13 +185,10 @@ class ForeignForwards:
             self.seen = self._current(kinds)
         return self.reason
 
-    def _with_classes(self, kinds: Iterable[type[nn.Module]]) -> tuple:
-        kinds = list(kinds)
-        return kinds, [kind.forward for kind in dict.fromkeys(kinds)]
-
     def _current(self, kinds: list[type[nn.Module]]) -> tuple:
+        forwards = [kind.forward for kind in dict.fromkeys(kinds)]
         functions = [values.get(name) for values, name in self.references]
-        return self._with_classes(kinds), self.overrides, functions, self._attention()
+        return kinds, forwards, self.overrides, functions, self._attention()
 
     def _attention(self) -> Callable | None:
         """Return the attention function of the configuration; None for the one in the family's own module."""

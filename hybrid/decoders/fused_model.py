@@ -101,8 +101,7 @@ class FusedModel:
         self.foreign_hooks = UserHooks(info.model, own_hooks)
         self.foreign_forwards = ForeignForwards(info, trusts_forwards)
         self.checked_forwards = 0  # `ForeignForwards.replaced` at the last self-check
-        self.kv_block_bytes: int | None = None  # bytes of a block, cached by `block_bytes`
-        self.kv_slot_bytes: int | None = None  # bytes of a slot, cached by `slot_bytes`
+        self.cache_bytes: tuple[int, int] | None = None  # of a block and of a slot, once `bytes_in_cache` has read them
         self.blank = MetaWeights(self.layout, snapshot)
         if group is not None:
             param = next(info.model.parameters())
@@ -328,21 +327,18 @@ class FusedModel:
     def _int8_weights(self) -> Int8Weights:
         return int8_weights_of(self.snapshot.holders if isinstance(self.snapshot, Int8Copy) else self.info.model)
 
-    def block_bytes(self) -> int:
-        """Return the bytes of a block of the KV cache on this rank, at least 1; 0 if there is no decoder."""
-        if self.fallback_reason:
-            return 0
-        if self.kv_block_bytes is None:
-            self.kv_block_bytes = self._own_decoder(self.blank).kv(1).block_bytes
-        return self.kv_block_bytes
+    def bytes_in_cache(self) -> tuple[int, int]:
+        """Return the bytes on this rank of a block of the KV cache, at least 1, and of a sequence's recurrent states.
 
-    def slot_bytes(self) -> int:
-        """Return the bytes of a sequence's recurrent states; 0 if it has none, or there is no decoder."""
-        if self.fallback_reason or not self.layout.spec.is_recurrent:
-            return 0
-        if self.kv_slot_bytes is None:
-            self.kv_slot_bytes = state_bytes(self._own_decoder(self.blank).states(1))
-        return self.kv_slot_bytes
+        The second is 0 if there are none; both are if there is no decoder.
+        """
+        if self.fallback_reason:
+            return 0, 0
+        if self.cache_bytes is None:
+            decoder = self._own_decoder(self.blank)
+            states = decoder.states(1) if self.layout.spec.is_recurrent else {}
+            self.cache_bytes = decoder.kv(1).block_bytes, state_bytes(states)
+        return self.cache_bytes
 
     def planned(self) -> WholeDecoder | None:
         """Return the decoder with adapters over weights that take no memory, for memory plans; None if there is no

@@ -63,6 +63,7 @@ class Executor:
         int8: FusedModel | None = None,
     ):
         self.window, self.fused, self.rebuild, self.int8 = window, fused, rebuild, int8
+        self.decoding = fused if int8 is None else int8  # for requests that decode
         self.lock = CallLock() if lock is None else lock
         self.has_begun = False  # the current call has reached the exchange, or the refresh, of its request
 
@@ -136,7 +137,7 @@ class Executor:
         self._require_outermost()
         if reason := self.window.refusal():
             raise RuntimeError(reason)
-        self.has_begun, fused = True, self.fused_for(decodes)
+        self.has_begun, fused = True, self.decoding if decodes else self.fused
         together = INTERRUPTS.together() if self.is_joint else nullcontext()
         with self.window.opened(adapters) as adapters, patched_attribute(self, "inside", True), together:
             if tokens is None and fallback_reason:
@@ -158,12 +159,12 @@ class Executor:
         if not isinstance(mixed, tuple) or self.window.named.has_module_copies():
             return False
         with self.window.naming(mixed):
-            return self.fused_for(decodes=True).can_mix_adapters()
+            return self.decoding.can_mix_adapters()
 
     def _decodes_fused(self, tokens: int) -> bool:
         """Whether the decoder has passed its self-check, which compares a window of one adapter, and rows of up to
         `tokens` tokens run fused. Runs the self-check, unless other ranks would have to open its window too."""
-        fused = self.fused_for(decodes=True)
+        fused = self.decoding
         if self.inside or fused.fallback_reason_now(tokens):
             return False
         if fused.needs_check() and not self.is_shared:
@@ -178,10 +179,6 @@ class Executor:
                 "generate(), rollout() or score() inside a call of the same engine (by a processor, criterion, "
                 "streamer, hook or on_rows): it would overwrite that call's KV cache; make it when the call has ended"
             )
-
-    def fused_for(self, decodes: bool) -> FusedModel:
-        """Return the FusedModel for decoding (int8 if configured), or for scoring and forwards."""
-        return self.int8 if decodes and self.int8 is not None else self.fused
 
     @waiting_to("refresh weights")
     def _refresh_int8(self, fused: FusedModel) -> None:
@@ -374,7 +371,7 @@ class GroupExecutor(Executor):
         self._require_outermost()
         adapters = self.window.resolved(adapters)
         decodes = decodes and self.int8 is not None
-        fused = self.fused_for(decodes)
+        fused = self.decoding if decodes else self.fused
         if tokens is not None:
             fallback_reason = fused.fallback_reason_now(tokens)
         state = self._state(adapters)
@@ -495,7 +492,7 @@ class GroupExecutor(Executor):
 
     @waiting_to("check the decoder")
     def _agreed_decoder(self, local: RequestHeader, headers: list[RequestHeader]) -> AnyDecoder | None:
-        fused = self.fused_for(local.decodes)
+        fused = self.decoding if local.decodes else self.fused
         reasons = {rank: header.fallback_reason for rank, header in enumerate(headers) if header.native}
         if not reasons and fused.group is not None:
             fused.group.begin_call(header.rounds for header in headers)

@@ -198,7 +198,7 @@ class Generator(WorkerState):
         rows_inputs = [of_prompt for of_prompt in inputs_of_prompts for _ in range(repeats)]
         known = {ENCODED, *(name for row in rows_inputs for name in row)} if rows_inputs else ()
         fallback_reason = inputs.fallback_reason(model, known)
-        block_bytes, totals = self.executor.fused.block_bytes(), []
+        (block_bytes, slot_bytes), totals = self.executor.fused.bytes_in_cache(), []
         request = None if fallback_reason else inputs.request(keys, rows_inputs)
         if rows_inputs and not fallback_reason:
             needs_all_rows = "generate: model_inputs with a streamer, or criteria or processors of all rows"
@@ -209,7 +209,7 @@ class Generator(WorkerState):
                 request = None
             totals = [length + inputs.max_new_tokens for length in inputs.prompt_lengths()]
             rows = totals if request is None else [max(totals)]
-            self.block_pool.require_room(rows, block_bytes, self.executor.fused.slot_bytes())
+            self.block_pool.require_room(rows, block_bytes, slot_bytes)
         if fallback_reason or not block_bytes:
             self.require_memory(len(inputs.input_ids), inputs.prompt_len + inputs.max_new_tokens)
         encoder_outputs = inputs.model_kwargs.get("encoder_outputs") if model.config.is_encoder_decoder else None
@@ -364,8 +364,8 @@ class Generator(WorkerState):
         self._require_token_ids(*prompts)
         prompt_len = request.prompt_ids.shape[1]
         self._require_max_out_tokens(prompt_len, request.max_new_tokens)
-        block_bytes = self.executor.fused.block_bytes()  # 0: the model runs natively
-        self.block_pool.require_room([request.longest], block_bytes, self.executor.fused.slot_bytes())
+        block_bytes, slot_bytes = self.executor.fused.bytes_in_cache()  # 0: the model runs natively
+        self.block_pool.require_room([request.longest], block_bytes, slot_bytes)
         if not block_bytes:
             rows = min(len(request), self.rollout_settings.max_num_seqs)
             self.require_memory(rows, prompt_len + request.max_new_tokens)
@@ -504,11 +504,11 @@ class Generator(WorkerState):
         max_num_seqs: of this rank's rows, at once.  longest: the most tokens of a row.  begin: called with the version
         of the weights once rows can be decoded.
         """
-        fused, slots = self.executor.fused_for(decodes=True), max_num_seqs
+        fused, slots = self.executor.decoding, max_num_seqs
         if reason := fused.fallback_reason_now(longest):
             self._require_native_rows(reason)
         else:
-            self.block_pool.require_room([longest], fused.block_bytes(), fused.slot_bytes())
+            self.block_pool.require_room([longest], *fused.bytes_in_cache())
         slots *= 1 if fused.group is None else fused.group.size
         stop_token_ids = end_token_ids(self.model)
         request = Request(
@@ -600,7 +600,7 @@ class Generator(WorkerState):
         rows, key = len(sequences), "score_distribution"
         batch, longest = self._to_score(sequences, attention_mask, temperature, rows_per_forward)
         ids, mask, divisor, rows_at_once = batch
-        fused, instead = self.executor.fused_for(decodes=False), "use score(..., top_logprobs=k)"
+        fused, instead = self.executor.fused, "use score(..., top_logprobs=k)"
         reason = GAP_IN_MASK if longest is None else fused.fallback_reason_now(longest)
         if fused.group is not None:
             reason = "ranks have slices of the vocabulary"
@@ -639,7 +639,7 @@ class Generator(WorkerState):
         batch, longest = self._to_score(sequences, attention_mask, temperature, rows_per_forward)
         if longest is None:
             raise NotImplementedError(f"layer inputs: {GAP_IN_MASK}")
-        if reason := self.executor.fused_for(decodes=False).fallback_reason_now(longest):
+        if reason := self.executor.fused.fallback_reason_now(longest):
             raise NotImplementedError(f"layer inputs: the fused decoder keeps them, and cannot run: {reason}")
         with self.profiler.phase("prefill"), self.executor.request(adapters, longest) as decoder:
             if decoder is None:
@@ -670,8 +670,7 @@ class Generator(WorkerState):
         self._require_token_ids(sequences, attention_mask)
         longest = int(attention_mask.sum(dim=1).max()) if is_packable(attention_mask) else None
         if longest is not None:
-            fused = self.executor.fused
-            self.block_pool.require_room([longest], fused.block_bytes(), fused.slot_bytes())
+            self.block_pool.require_room([longest], *self.executor.fused.bytes_in_cache())
         return (sequences, attention_mask, temperature, rows_per_forward), longest
 
     # -------------------------------------------------------------- the parts

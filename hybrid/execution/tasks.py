@@ -176,19 +176,27 @@ class WorkerState:
 
 
 @dataclass(frozen=True)
-class RequestTask(Task):
-    """A request's completions. Requests of several ranks with equal settings are decoded as one.
+class GenerateTask(Task):
+    """A request's completions by the scheduler. Requests of several ranks with equal settings are decoded as one.
 
     request: the rows to decode.  local: this rank's own request, whose rows are among them from `first_row` on; None on
-    a rank that decodes the rows for others.
+    a rank that decodes the rows for others.  weight_version: of the batches that the user's functions get.
     """
 
     request: Request
     local: Request | None = None
     first_row: int = 0
+    weight_version: int = 0
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "local": None}
+
+    @property
+    def key(self) -> Hashable:
+        request = self.request
+        settings = request.max_new_tokens, request.pad_token_id, RowParams.of(request.sampling_params).key
+        more = request.environment_limits, request.return_router_indices, request.suppressed is None
+        return "completions", *settings, *more, *request.stop_token_ids.tolist()
 
     @property
     def local_rows(self) -> range:
@@ -201,37 +209,8 @@ class RequestTask(Task):
         except InvalidLogitsError as error:
             raise error.of_rows(self.local_rows) from None
 
-    def completions(self, decoder: AnyDecoder | None, state: WorkerState) -> Completions:
+    def completions(self, decoder: Any, state: WorkerState) -> Completions:
         """Return the completions of all rows."""
-        raise NotImplementedError
-
-    def merged(self, tasks: "list[RequestTask]") -> "RequestTask":
-        index = next((index for index, task in enumerate(tasks) if task.local is not None), 0)
-        requests, task = [task.request for task in tasks], tasks[index]
-        merged = replace(merge_requests(requests), environment=task.request.environment)
-        return replace(task, request=merged, first_row=sum(map(len, requests[:index])))
-
-    def part(self, result: Completions, tasks: "list[RequestTask]", index: int) -> Completions:
-        first, count = sum(len(task.request) for task in tasks[:index]), len(tasks[index].request)
-        if len(result.lengths) == count:  # every rank gave the same rows
-            return result
-        return result.select(list(range(first, first + count)))
-
-
-@dataclass(frozen=True)
-class GenerateTask(RequestTask):
-    """A request's completions by the scheduler.  weight_version: of the batches that the user's functions get."""
-
-    weight_version: int = 0
-
-    @property
-    def key(self) -> Hashable:
-        request = self.request
-        settings = request.max_new_tokens, request.pad_token_id, RowParams.of(request.sampling_params).key
-        more = request.environment_limits, request.return_router_indices, request.suppressed is None
-        return "completions", *settings, *more, *request.stop_token_ids.tolist()
-
-    def completions(self, decoder: AnyDecoder, state: WorkerState) -> Completions:
         vocab_size = decoder.spec.vocab_size if decoder.vocabulary is None else decoder.vocabulary.size
         with state.opened(decoder) as decoder:
             done = self.scheduled(Scheduler, decoder, state, vocab_size, state.speculator)
@@ -275,10 +254,19 @@ class GenerateTask(RequestTask):
         batch = rollout_batch(self.local.select(local), done.select(rows).trimmed(), self.weight_version)
         return function(batch.renumbered(local))
 
-    def merged(self, tasks: list[RequestTask]) -> RequestTask:
-        if all(same_rows(self.request, task.request) for task in tasks):
-            return next((task for task in tasks if task.local is not None), tasks[0])
-        return super().merged(tasks)
+    def merged(self, tasks: "list[GenerateTask]") -> "GenerateTask":
+        index = next((index for index, task in enumerate(tasks) if task.local is not None), 0)
+        requests, task = [task.request for task in tasks], tasks[index]
+        if all(same_rows(self.request, request) for request in requests):
+            return task
+        merged = replace(merge_requests(requests), environment=task.request.environment)
+        return replace(task, request=merged, first_row=sum(map(len, requests[:index])))
+
+    def part(self, result: Completions, tasks: "list[GenerateTask]", index: int) -> Completions:
+        first, count = sum(len(task.request) for task in tasks[:index]), len(tasks[index].request)
+        if len(result.lengths) == count:  # every rank gave the same rows
+            return result
+        return result.select(list(range(first, first + count)))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_left, insort
-from collections import ChainMap
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Container, Hashable
 from dataclasses import replace
 from typing import NamedTuple
@@ -98,7 +98,11 @@ class BlockPool:
         """
         block = make(1)
         states = {} if make_states is None else make_states(1)
-        if kind_of(states) != kind_of(self.states):
+        kind, former_kind = (
+            [(layer, tensor.shape[1:], tensor.dtype) for layer, tensors in each.items() for tensor in tensors]
+            for each in (states, self.states)
+        )
+        if kind != former_kind:
             self.states, self.num_slots, self.kept_states = {}, 0, {}
         self.make_states, self.slot_bytes = make_states, state_bytes(states)
         self.free_slots = sorted(set(range(self.num_slots)) - {kept.slot for kept in self.kept_states.values()})
@@ -115,7 +119,7 @@ class BlockPool:
         """Forget the decoder that allocates, so that the memory of its weight copies can be freed."""
         self.make = self.make_states = None
 
-    def reserve_states(self, num_slots: int, num_blocks: int = 0, forward_bytes: int = 0) -> None:
+    def reserve_states(self, num_slots: int, num_blocks: int = 0, forward_bytes: Callable[[], int] = int) -> None:
         """Reserve slots for the recurrent states of a call that has `num_slots` sequences at once, and as many more for
         kept states as `extra_bytes` and memory allow. Call it before `reserve_call`: what the slots leave of a limit is
         for blocks.
@@ -124,7 +128,7 @@ class BlockPool:
         """
         for_blocks = (num_blocks + 1) * self.block_bytes
         free = self.free_bytes() if self.affordable_bytes is None else self.affordable_bytes
-        for_states = (free - forward_bytes + self.nbytes()) * RESERVED_SHARE - for_blocks
+        for_states = (free - forward_bytes() + self.nbytes()) * RESERVED_SHARE - for_blocks
         if self.limit_bytes is not None:
             for_states = min(for_states, self.limit_bytes - for_blocks)
         affordable = for_states // max(self.slot_bytes, 1)
@@ -161,14 +165,14 @@ class BlockPool:
         self.num_slots, self.free_slots = num_slots, list(range(num_slots - 1, len(kept) - 1, -1))
         self.peak_bytes = max(self.peak_bytes, held, self.nbytes())
 
-    def reserve_call(self, num_blocks: int, forward_bytes: int = 0, needed: int = 0) -> None:
+    def reserve_call(self, num_blocks: int, forward_bytes: Callable[[], int] = int, needed: int = 0) -> None:
         """Reserve storage for a call that holds at most `num_blocks` blocks at once. Call it before the first
         `allocate`.
 
         Storage that is too small grows: to all blocks, or to as many as `limit_bytes` and free memory allow. If the
         call needs more, `allocate` grows it again. Old and new are held together for one layer's keys or values.
 
-        forward_bytes: free memory that the call's forward passes need.
+        forward_bytes: gives the free memory that the call's forward passes need. Asked only if the storage must grow.
         needed: blocks of the longest row. If free memory does not hold `num_blocks`, `limit` is lowered to what it
             holds, but not below this, and rows wait. 0: nothing is lowered.
         """
@@ -177,7 +181,7 @@ class BlockPool:
         wanted = self._rounded(num_blocks + 1)
         if wanted > self.capacity:
             free = self.free_bytes() if self.affordable_bytes is None else self.affordable_bytes
-            affordable = (free - forward_bytes + self.nbytes()) * RESERVED_SHARE / self.block_bytes
+            affordable = (free - forward_bytes() + self.nbytes()) * RESERVED_SHARE / self.block_bytes
             wanted = self._rounded(int(min(num_blocks + 1, max(affordable, self.capacity, 1))))
             if needed and wanted <= num_blocks:
                 self.call_limit = max(wanted - 1, needed)
@@ -518,11 +522,6 @@ class BlockPool:
         self.prefix_cache, self.evictable = PrefixCache(), {}
 
 
-def kind_of(states: States) -> list[tuple]:
-    """Return layers, shapes and dtypes of recurrent states: those of equal kind may share slots."""
-    return [(layer, tensor.shape[1:], tensor.dtype) for layer, tensors in states.items() for tensor in tensors]
-
-
 class CachedBlock:
     """A block's place in the tree.
 
@@ -551,7 +550,8 @@ class PrefixCache:
 
     def __init__(self) -> None:
         self.version: Hashable = None
-        self.roots: dict[Hashable, CachedBlock] = {}  # by variant of the weights and number of the adapter
+        # By variant of the weights and number of the adapter: the root of what such sequences have computed.
+        self.roots: defaultdict[Hashable, CachedBlock] = defaultdict(CachedBlock)
         self.by_block: dict[int, CachedBlock] = {}
         self.variant: Hashable = None
 
@@ -561,13 +561,10 @@ class PrefixCache:
         removed: list[int] = []
         if weights is None or weights.version != self.version:
             removed = list(self.by_block)
-            self.roots, self.by_block = {}, {}
+            self.roots.clear()
+            self.by_block.clear()
         self.version, self.variant = (None, None) if weights is None else (weights.version, weights.variant)
         return removed
-
-    def root(self, adapter: int) -> CachedBlock:
-        """Return the root of what sequences with the adapter of this number have computed."""
-        return self.roots.setdefault((self.variant, adapter), CachedBlock())
 
     def match(self, token_ids: torch.Tensor, adapter: int = NO_ADAPTER) -> tuple[list[int], int, int]:
         """Find the longest cached prefix of a sequence, int64 [n] on the host.
@@ -578,8 +575,8 @@ class PrefixCache:
         """
         tokens = token_ids.numpy().tobytes()
         path = self.full_blocks(tokens, adapter)
-        rest, node = tokens[len(path) * FULL_BYTES :], path[-1] if path else self.root(adapter)
-        common, partial = node.closest(rest)
+        node = path[-1] if path else self.roots[self.variant, adapter]
+        common, partial = node.closest(tokens[len(path) * FULL_BYTES :])
         return [node.block for node in path], partial, common
 
     def match_kept(
@@ -595,7 +592,7 @@ class PrefixCache:
         path = self.full_blocks(tokens, adapter)
         blocks = [node.block for node in path]
         for depth in range(len(path), -1, -1):
-            node = path[depth - 1] if depth else self.root(adapter)
+            node = path[depth - 1] if depth else self.roots[self.variant, adapter]
             rest = tokens[depth * FULL_BYTES : (depth + 1) * FULL_BYTES]
             has_others = len(node.children) > (depth < len(path))  # than the next full block
             for size in range(min(len(rest), FULL_BYTES - TOKEN_BYTES), 0, -TOKEN_BYTES) if has_others else ():
@@ -618,7 +615,7 @@ class PrefixCache:
 
     def full_blocks(self, tokens: bytes, adapter: int = NO_ADAPTER) -> list[CachedBlock]:
         """Return the cached full blocks of a sequence's first tokens, int64 as bytes."""
-        path, node = [], self.root(adapter)
+        path, node = [], self.roots[self.variant, adapter]
         for begin in range(0, len(tokens) - FULL_BYTES + 1, FULL_BYTES):
             child = node.children.get(tokens[begin : begin + FULL_BYTES])
             if child is None:
@@ -629,7 +626,7 @@ class PrefixCache:
     def insert(self, token_ids: torch.Tensor, blocks: list[int], adapter: int = NO_ADAPTER) -> int:
         """Remember the blocks of a sequence, int64 [n] on the host. Of two of equal content the first is kept. Returns
         the block that is kept for the last tokens."""
-        tokens, node = token_ids.numpy().tobytes(), self.root(adapter)
+        tokens, node = token_ids.numpy().tobytes(), self.roots[self.variant, adapter]
         for begin, block in zip(range(0, len(tokens), FULL_BYTES), blocks, strict=True):
             content = tokens[begin : begin + FULL_BYTES]
             if content not in node.children:

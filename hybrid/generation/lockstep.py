@@ -180,7 +180,8 @@ class FusedForward:
     def __init__(self, decoder: AnyDecoder, block_pool: BlockPool, prompt_lengths: list[int], max_new_tokens: int):
         self.decoder, self.block_pool, self.prompt_lengths = decoder, block_pool, prompt_lengths
         longest = max(prompt_lengths) + max_new_tokens
-        block_pool.reserve_states(len(prompt_lengths))
+        if not block_pool.shares_prefixes:
+            block_pool.reserve_states(len(prompt_lengths))
         block_pool.reserve_call(sum(blocks_for(length + max_new_tokens) for length in prompt_lengths))
         self.runner = ModelRunner(decoder, block_pool, longest)
         decoder.reserve(longest)

@@ -1,6 +1,7 @@
 """The model runner: prompts packed into blocks, then one token for each row per step."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -220,13 +221,19 @@ class ModelRunner(RunningSequences):
         self.offsets: list[int] = []  # of each sequence: tokens in the cache minus `steps`
         self.state_slots: Any = None  # int32 [n]; None without recurrent layers
         self.adapters: Any = None  # int32 [n], as `PackedBatch.adapters`; None: all sequences have the same
-        self.num_free_slots = 0  # tokens that every sequence can still append without another block
-        self.block_tables = BlockTables(blocks_for(longest), self.device)
+        self.max_steps = 0  # the value of `steps` up to which no sequence needs another block
+        self.max_blocks = blocks_for(longest)  # of a sequence
+        # int32 [rows, blocks], contiguous; the first `len(self)` rows are in use. Entries after a row's last block are
+        # undefined. Updated in place: a step writes only the blocks that it adds.
+        self.block_tables = torch.zeros(0, 0, dtype=torch.int32, device=self.device)
 
     def add(self, sequences: list[Sequence], lengths: list[int]) -> None:
         """Append sequences whose blocks hold `lengths` tokens each, and whose next tokens follow their completions'
         `length`. The runner takes over the references to the blocks."""
-        self.block_tables.add([sequence.blocks for sequence in sequences])
+        first, stop = len(self), len(self) + len(sequences)
+        (tables,) = on_device([table_of([sequence.blocks for sequence in sequences])], self.device)
+        self._grow_tables(stop, tables.shape[1])
+        self.block_tables[first:stop, : tables.shape[1]] = tables
         self.offsets += [length - self.steps for length in lengths]
         (cached,) = on_device([torch.tensor(lengths, dtype=torch.int32)], self.device)
         self.lengths = torch.cat([self.lengths, cached])
@@ -239,7 +246,7 @@ class ModelRunner(RunningSequences):
 
     def allocate_slots(self, tokens: int) -> None:
         """Allocate blocks so that every sequence has room for `tokens` more, or has its `max_blocks`."""
-        if self.num_free_slots >= tokens:
+        if self.steps + tokens <= self.max_steps:
             return
         entries: list[tuple[int, int, int]] = []
         for row, (sequence, offset) in enumerate(zip(self.sequences, self.offsets, strict=True)):
@@ -249,14 +256,14 @@ class ModelRunner(RunningSequences):
                 more = self.block_pool.allocate(missing)
                 entries += ((row, column, block) for column, block in enumerate(more, len(blocks)))
                 blocks += more
-        self.block_tables.write(entries)
+        if entries:
+            self._write_tables(entries)
         self._update()
 
     def _update(self) -> None:
-        """Update `num_free_slots` and `cu_seqlens` after the rows or their blocks have changed."""
+        """Update `max_steps` and `cu_seqlens` after the rows or their blocks have changed."""
         pairs = zip(self.sequences, self.offsets, strict=True)
-        spare = (len(sequence.blocks) * BLOCK_SIZE - offset for sequence, offset in pairs)
-        self.num_free_slots = min(spare, default=0) - self.steps
+        self.max_steps = min((len(sequence.blocks) * BLOCK_SIZE - offset for sequence, offset in pairs), default=0)
         self.cu_seqlens = torch.arange(len(self) + 1, dtype=torch.int32, device=self.device)
         if not self.block_pool.shares_prefixes:
             slots = [sequence.state_slot for sequence in self.sequences]
@@ -268,7 +275,7 @@ class ModelRunner(RunningSequences):
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Append a token, int64 [rows], to each row; returns the logits after it, float32 [rows, vocab]."""
         batch = self._batch(tokens)
-        self._advance(1)
+        self.lengths, self.steps = batch.lengths, self.steps + 1
         return self.decoder.decode(batch, self.block_pool.kv)
 
     def sampled_steps(
@@ -281,7 +288,7 @@ class ModelRunner(RunningSequences):
         """
         steps_of: Any = self.decoder  # one with `samples_in_kernel`
         drawn, logps = steps_of.decode_steps(self._batch(tokens), self.block_pool.kv, sampling, steps)
-        self._advance(len(drawn))
+        self.lengths, self.steps = self.lengths + len(drawn), self.steps + len(drawn)
         return drawn, logps
 
     def verified_steps(
@@ -300,78 +307,44 @@ class ModelRunner(RunningSequences):
 
     def _batch(self, tokens: torch.Tensor) -> PackedBatch:
         """Return the batch that appends a token to each row."""
-        tables = self.block_tables.memory[: len(self)]
-        lengths, slots = self.lengths + 1, self.state_slots
-        return PackedBatch(tokens, self.lengths, self.cu_seqlens, lengths, tables, slots, self.adapters)
-
-    def _advance(self, steps: int) -> None:
-        """Count `steps` tokens that are appended to every row."""
-        self.lengths = self.lengths + steps
-        self.steps += steps
-        self.num_free_slots -= steps
+        tables, lengths = self.block_tables[: len(self)], self.lengths + 1
+        return PackedBatch(tokens, self.lengths, self.cu_seqlens, lengths, tables, self.state_slots, self.adapters)
 
     def remove_finished(self, keep: list[int]) -> None:
         """Remove all sequences but those with the indices `keep`, ascending, and free their blocks."""
-        for index in sorted(set(range(len(self))) - set(keep)):
-            self.block_pool.free(self.sequences[index].blocks)
-            self.block_pool.free_states([self.sequences[index].state_slot])
-            self.sequences[index].blocks = []
+        ended = [self.sequences[index] for index in sorted(set(range(len(self))) - set(keep))]
+        for sequence in ended:
+            self.block_pool.free(sequence.blocks)
+            sequence.blocks = []
+        if self.state_slots is not None:
+            self.block_pool.free_states([sequence.state_slot for sequence in ended])
         self.offsets = [self.offsets[index] for index in keep]
         (kept,) = on_device([torch.tensor(keep, dtype=torch.int64)], self.device)
+        self.block_tables[: len(keep)] = self.block_tables[: len(self)][kept]
         self.keep_columns(keep, kept)
         self.lengths = self.lengths[kept]
-        self.block_tables.keep(kept)
         self._update()
 
-
-class BlockTables:
-    """The rows' block tables on the device, updated in place: a step writes only the blocks that it adds.
-
-    max_blocks: the most blocks that a row may have.
-
-    memory: int32 [rows, blocks], contiguous; the first `count` rows are in use. Entries after a row's last block are
-        undefined.
-    """
-
-    def __init__(self, max_blocks: int, device: torch.device):
-        self.count, self.max_blocks = 0, max_blocks
-        self.memory = torch.zeros(0, 0, dtype=torch.int32, device=device)
-
-    def add(self, blocks: list[list[int]]) -> None:
-        """Append rows with these blocks."""
-        self._grow(self.count + len(blocks), max(map(len, blocks), default=0))
-        first, self.count = self.count, self.count + len(blocks)
-        (tables,) = on_device([table_of(blocks)], self.memory.device)
-        self.memory[first : self.count, : tables.shape[1]] = tables
-
-    def write(self, entries: list[tuple[int, int, int]]) -> None:
-        """Write entries, (row, column, block) each."""
-        if not entries:
-            return
+    def _write_tables(self, entries: list[tuple[int, int, int]]) -> None:
+        """Write entries of the block tables, (row, column, block) each."""
         rows, columns, blocks = zip(*entries, strict=True)
-        self._grow(self.count, max(columns) + 1)
+        self._grow_tables(len(self), max(columns) + 1)
         written = torch.tensor([rows, columns]), torch.tensor(blocks, dtype=torch.int32)
-        at, values = on_device(written, self.memory.device)
-        self.memory[at[0], at[1]] = values
+        at, values = on_device(written, self.device)
+        self.block_tables[at[0], at[1]] = values
 
-    def keep(self, indices: torch.Tensor) -> None:
-        """Keep the rows with these indices, int64 [n], ascending; they move up."""
-        kept = self.memory[: self.count][indices]
-        self.count = len(kept)
-        self.memory[: self.count] = kept
-
-    def _grow(self, rows: int, blocks: int) -> None:
-        """Grow the memory, by doubling, to at least [rows, blocks]."""
-        height, width = self.memory.shape
+    def _grow_tables(self, rows: int, blocks: int) -> None:
+        """Grow the block tables, by doubling, to at least [rows, blocks]."""
+        height, width = self.block_tables.shape
         if rows <= height and blocks <= width:
             return
         assert blocks <= self.max_blocks, f"{blocks} blocks in a row of at most {self.max_blocks}"
-        larger = self.memory.new_zeros(
+        larger = self.block_tables.new_zeros(
             height if rows <= height else max(rows, 2 * height),
             width if blocks <= width else max(blocks, min(2 * width, self.max_blocks)),
         )
-        larger[:height, :width] = self.memory
-        self.memory = larger
+        larger[:height, :width] = self.block_tables
+        self.block_tables = larger
 
 
 # Memory of forward passes
@@ -385,7 +358,7 @@ def reserve_memory(
 
     num_seqs, num_blocks: the most at once.  longest: tokens of the longest sequence.  decodes: as for `forward_bytes`.
     """
-    forwards = forward_bytes(decoder, num_seqs, longest, decodes)
+    forwards = partial(forward_bytes, decoder, num_seqs, longest, decodes)
     if not block_pool.shares_prefixes:
         block_pool.reserve_states(num_seqs + 1, num_blocks, forwards)
     block_pool.reserve_call(num_blocks, forwards, blocks_for(longest))

@@ -258,12 +258,7 @@ class Scheduler:
             of_rows += [group.blocks_per_row - shared[-1]] * len(group.waiting)
         waits = len(of_rows) > num_seqs
         num_blocks = sum(sorted(of_rows)[-num_seqs:]) + sum(sorted(shared)[-(num_seqs + waits) :]) + waits
-        self.reserve_for(min(self.max_num_seqs, len(of_rows)), num_blocks)
-
-    def reserve_for(self, num_seqs: int, num_blocks: int) -> None:
-        """Reserve the memory of `num_seqs` sequences at once. Where free memory does not suffice for their blocks, rows
-        wait for others' blocks."""
-        longest = self.request.longest
+        num_seqs, longest = min(self.max_num_seqs, len(of_rows)), self.request.longest
         reserve_memory(self.decoder, self.block_pool, num_seqs, num_blocks, longest)
         self.decoder.reserve(longest)
 
@@ -361,10 +356,10 @@ class Scheduler:
             self.block_pool.kv.copy(partial * len(copies), [block for blocks in copies for block in blocks])
         for _ in sequences[is_last:]:
             self.block_pool.ref(full)
-        slots = self.block_pool.allocate_states(len(copies))
-        if self.block_pool.states:
-            self.block_pool.copy_states(group.state_slot, slots)
-        slots += [group.state_slot] * is_last
+        slots = [group.state_slot] * len(sequences)
+        if not self.block_pool.shares_prefixes:
+            slots[: len(copies)] = self.block_pool.allocate_states(len(copies))
+            self.block_pool.copy_states(group.state_slot, slots[: len(copies)])
         for sequence, blocks, slot in zip(sequences, copies + [partial] * is_last, slots, strict=True):
             sequence.blocks, sequence.max_blocks, sequence.state_slot = full + blocks, group.blocks_per_row, slot
         if is_last:

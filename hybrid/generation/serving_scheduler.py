@@ -19,6 +19,7 @@ from hybrid.decoders.batch import NO_ADAPTER
 from hybrid.decoders.streamed_decoder import StreamedDecoder
 from hybrid.generation.block_pool import blocks_for
 from hybrid.generation.completions import InvalidLogitsError, penalized
+from hybrid.generation.model_runner import reserve_memory
 from hybrid.generation.native_scheduler import NativeScheduler
 from hybrid.generation.request import Processors
 from hybrid.generation.scheduler import STEPS_IN_KERNEL, STEPS_ON_DEVICES, STRIDE_S, Scheduler
@@ -210,7 +211,9 @@ class ServingScheduler(Scheduler):
 
     def reserve(self) -> None:
         """Reserve the memory of all slots."""
-        self.reserve_for(self.max_num_seqs, self.max_num_seqs * blocks_for(self.request.longest))
+        num_seqs, longest = self.max_num_seqs, self.request.longest
+        reserve_memory(self.decoder, self.block_pool, num_seqs, num_seqs * blocks_for(longest), longest)
+        self.decoder.reserve(longest)
 
     # -------------------------------------------------------------- arrivals
 

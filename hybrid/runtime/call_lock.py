@@ -90,8 +90,9 @@ class CallLock:
                 )
             self._depth -= 1
             if self._depth == 0:
-                self._restore_device()
-                self._owner = self._task = None
+                if self._former_device is not None:
+                    get_accelerator().set_device(self._former_device)
+                self._owner = self._task = self._former_device = None
                 self._changed.notify_all()
 
     @contextmanager
@@ -126,8 +127,9 @@ class CallLock:
         """
         with self._changed:
             assert self._owner is threading.current_thread(), "a lock is handed over by the thread that holds it"
-            if self._depth == 1:
-                self._restore_device()
+            if self._depth == 1 and self._former_device is not None:
+                get_accelerator().set_device(self._former_device)
+                self._former_device = None
             self._lenders.append((self._owner, self._task, self._depth, self._former_device))
             self._owner, self._task, self._depth, self.lent_refusal = thread, None, 1, refusal
             self._former_device = None
@@ -141,12 +143,6 @@ class CallLock:
             self._owner, self._task = (None, None) if depth == 1 else (owner, task)
             self._depth = depth - 1
             self._changed.notify_all()
-
-    def _restore_device(self) -> None:
-        """Give the calling thread its former device back."""
-        if self._former_device is not None:
-            get_accelerator().set_device(self._former_device)
-        self._former_device = None
 
     def _report(self, thread: threading.Thread) -> None:
         warnings.warn(

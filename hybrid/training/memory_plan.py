@@ -279,7 +279,8 @@ def kv_bytes(fused: FusedModel, step: int, rows: int, tokens: int) -> int:
         # Ranks of a group decode one batch: a rank has its heads of all ranks' rows.
         rows, steps = rows * (1 if fused.group is None else fused.group.size), blocks_for(step)
         blocks = -(-(1 + rows * blocks_for(tokens)) // steps) * steps
-        return blocks * fused.block_bytes() + (rows + 1) * fused.slot_bytes()
+        block_bytes, slot_bytes = fused.bytes_in_cache()
+        return blocks * block_bytes + (rows + 1) * slot_bytes
     info = fused.info
     heads = info.size("num_attention_heads")
     kv_heads = info.size("num_key_value_heads") or heads

@@ -238,11 +238,13 @@ class InferenceWindow:
         adapters = self.resolved(adapters)
         self.require_awake("inference")
         with ExitStack() as stack:
-            if not self.adapters:
-                stack.enter_context(nullcontext() if self.states is None else self.states.on_host())
-            elif self.adapters[-1] != adapters:
-                stack.callback(self._refuse_overwritten, by_name=not isinstance(adapters, bool))
-            if not self.adapters or self.adapters[-1] != adapters:
+            if self.adapters and self.adapters[-1] == adapters:
+                self._renew(adapters)
+            else:
+                if self.adapters:
+                    stack.callback(self._refuse_overwritten, by_name=not isinstance(adapters, bool))
+                elif self.states is not None:
+                    stack.enter_context(self.states.on_host())
                 if self.adapters or adapters is not True:  # else the model's active adapters stay
                     stack.enter_context(self.naming(adapters))
                 if not adapters:
@@ -257,8 +259,6 @@ class InferenceWindow:
                 stack.enter_context(self._swapped(adapters, by_user))
                 if self.swaps:
                     stack.enter_context(self.slices_swapped())
-            else:
-                self._renew(adapters)
             self.adapters.append(adapters)
             stack.callback(self.adapters.pop)
             yield adapters

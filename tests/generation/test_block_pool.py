@@ -228,14 +228,14 @@ def test_reserve_call_leaves_memory_to_forwards_and_the_call_waits_for_blocks():
     """Without a limit of the settings, too; the next call has one of its own."""
     block_pool = BlockPool(BLOCK_SIZE, free_bytes=lambda: 20 * BLOCK_BYTES)
     block_pool.begin_call(Maker())
-    block_pool.reserve_call(100, forward_bytes=10 * BLOCK_BYTES, needed=4)
+    block_pool.reserve_call(100, forward_bytes=lambda: 10 * BLOCK_BYTES, needed=4)
     assert (block_pool.capacity, block_pool.limit) == (9, 8)
     block_pool.begin_call(Maker())
     assert block_pool.limit is None
-    block_pool.reserve_call(100, forward_bytes=50 * BLOCK_BYTES, needed=20)  # a row has to fit
+    block_pool.reserve_call(100, forward_bytes=lambda: 50 * BLOCK_BYTES, needed=20)  # a row has to fit
     assert (block_pool.capacity, block_pool.limit) == (9, 20)
     block_pool.begin_call(Maker())
-    block_pool.reserve_call(8, forward_bytes=50 * BLOCK_BYTES, needed=4)  # what is there suffices
+    block_pool.reserve_call(8, forward_bytes=lambda: 50 * BLOCK_BYTES, needed=4)  # what is there suffices
     assert (block_pool.capacity, block_pool.limit) == (9, None)
 
 

@@ -10,7 +10,7 @@ from hybrid.decoders import batch
 from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
 from hybrid.generation import model_runner as rows
 from hybrid.generation.block_pool import BlockPool, blocks_for
-from hybrid.generation.model_runner import BlockTables, ModelRunner, hidden_states
+from hybrid.generation.model_runner import ModelRunner, hidden_states
 from hybrid.generation.sequence import Sequence
 
 
@@ -79,23 +79,23 @@ def test_a_step_writes_only_new_blocks_to_the_table(monkeypatch):
     runner, _, _ = runner_of(lengths, 32_768)
     monkeypatch.setattr(rows, "table_of", lambda *_: pytest.fail("the whole table was rebuilt"))
     written = []
-    write = BlockTables.write
+    write = ModelRunner._write_tables
     monkeypatch.setattr(
-        BlockTables, "write", lambda self, entries: (written.append(len(entries)), write(self, entries))
+        ModelRunner, "_write_tables", lambda self, entries: (written.append(len(entries)), write(self, entries))
     )
-    memory = runner.block_tables.memory.data_ptr()
+    memory = runner.block_tables.data_ptr()
     tokens = torch.zeros(256, dtype=torch.int64)
     for _ in range(BLOCK_SIZE):
         runner.allocate_slots(1)
         runner.step(tokens)
     assert sum(written) == 256, "a row crosses the end of a block once in BLOCK_SIZE steps"
     assert len(written) == BLOCK_SIZE, "a step wrote no block"
-    assert runner.block_tables.memory.data_ptr() != memory, "the table had its largest width from the start"
-    memory = runner.block_tables.memory.data_ptr()
+    assert runner.block_tables.data_ptr() != memory, "the table had its largest width from the start"
+    memory = runner.block_tables.data_ptr()
     for _ in range(BLOCK_SIZE):
         runner.allocate_slots(1)
         runner.step(tokens)
-    assert runner.block_tables.memory.data_ptr() == memory
+    assert runner.block_tables.data_ptr() == memory
 
 
 class Pinned(torch.Tensor):
