@@ -35,6 +35,10 @@ from hybrid.weights.module_dicts import patched_attribute
 from hybrid.weights.named_adapters import Adapters, RowNames, adapters_of
 from hybrid.weights.weight_swap import InferenceWindow
 
+NESTED = (
+    "generate(), rollout() or score() inside a call of the same engine (by a processor, criterion, streamer, hook or "
+    "on_rows): it would overwrite that call's KV cache; make it when the call has ended"
+)
 TURNS = "__turns__"  # among the names that ranks exchange: a rank's rows are decoded adapter by adapter
 
 
@@ -134,7 +138,8 @@ class Executor:
         Raises NotImplementedError inside another request; RuntimeError inside a user's window in which the model was
             changed so that the call cannot run.
         """
-        self._require_outermost()
+        if self.inside:
+            raise NotImplementedError(NESTED)
         if reason := self.window.refusal():
             raise RuntimeError(reason)
         self.has_begun, fused = True, self.decoding if decodes else self.fused
@@ -171,14 +176,6 @@ class Executor:
             with self.request(None, tokens, decodes=True):
                 pass
         return not fused.needs_check()
-
-    def _require_outermost(self) -> None:
-        """Raise NotImplementedError inside a request: another one would overwrite its KV cache."""
-        if self.inside:
-            raise NotImplementedError(
-                "generate(), rollout() or score() inside a call of the same engine (by a processor, criterion, "
-                "streamer, hook or on_rows): it would overwrite that call's KV cache; make it when the call has ended"
-            )
 
     @waiting_to("refresh weights")
     def _refresh_int8(self, fused: FusedModel) -> None:
@@ -368,7 +365,8 @@ class GroupExecutor(Executor):
         Raises RuntimeError, on every rank, if the ranks' calls differ; LostRankError if a rank has ended;
         NotImplementedError inside another request.
         """
-        self._require_outermost()
+        if self.inside:
+            raise NotImplementedError(NESTED)
         adapters = self.window.resolved(adapters)
         decodes = decodes and self.int8 is not None
         fused = self.decoding if decodes else self.fused
