@@ -369,8 +369,9 @@ class Generator(WorkerState):
         if not block_bytes:
             rows = min(len(request), self.rollout_settings.max_num_seqs)
             self.require_memory(rows, prompt_len + request.max_new_tokens)
-        reason, decoded = self._inputs_reason("rollout", request) if any(request.model_inputs) else "", request
+        reason = self._inputs_reason("rollout", request) if any(request.model_inputs) else ""
         with self._decoding(adapters, None if reason else request.longest, reason) as decoder:
+            decoded = request
             if decoder is not None and request.model_inputs and placeholders.settings:
                 decoder, decoded = self._behind_inputs("rollout", decoder, request)
             weight_version = self.executor.window.snapshot.weights.number()

@@ -111,9 +111,9 @@ class BlockPool:
         self.make, self.block_bytes, self.call_limit = make, block.block_bytes, None
         self.prefilled_tokens = self.reused_tokens = self.reused_scored_tokens = 0
         self._forget(self.prefix_cache.use(weights))
-        referenced = [block for block, count in enumerate(self.ref_counts) if count]
-        self.ref_counts = [0] * self.capacity
-        self._give_back(referenced)
+        # References are left of a call that has failed.
+        self.ref_counts = [min(count, 1) for count in self.ref_counts]
+        self.free([block for block in reversed(range(self.capacity)) if self.ref_counts[block]])
 
     def end_call(self) -> None:
         """Forget the decoder that allocates, so that the memory of its weight copies can be freed."""
@@ -336,15 +336,12 @@ class BlockPool:
         sequence is forgotten first."""
         for block in blocks:
             self.ref_counts[block] -= 1
-        self._give_back([block for block in reversed(blocks) if not self.ref_counts[block]])
-
-    def _give_back(self, blocks: list[int]) -> None:
-        """Take back blocks that nothing refers to any more."""
-        for block in blocks:
-            if block in self.prefix_cache.by_block:
-                self.evictable[block] = None
-            else:
-                self.free_blocks.append(block)
+        for block in reversed(blocks):
+            if not self.ref_counts[block]:
+                if block in self.prefix_cache.by_block:
+                    self.evictable[block] = None
+                else:
+                    self.free_blocks.append(block)
 
     def num_reusable(self, weights: KVWeights | None) -> int:
         """Return the blocks that hold known tokens, computed with this version of the weights."""
