@@ -6,6 +6,8 @@ import torch
 import transformers
 from torch import nn
 
+from benchmarks.families import FAMILIES, FUSED, NATIVE
+
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 PAD = 0
 MAX_TOKENS = 16384  # of a sequence
@@ -25,29 +27,11 @@ SHAPES = {
 }
 
 
-RECURRENT = {  # of 11M parameters: three gated delta nets for each attention, as in the released models
-    "qwen3_5": {
-        "vocab_size": 4096,
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
-        "max_position_embeddings": 4096,
-    }
-}
-
-
 @dataclass(frozen=True)
 class Case:
     """A row of the table.
 
-    shape: a key of SHAPES, or a Hugging Face configuration's name or path.  dtype: "f32" or "bf16".
+    shape: a key of SHAPES or FAMILIES, or a Hugging Face configuration's name or path.  dtype: "f32" or "bf16".
     prompts: rows of the request; each has `group` completions.
     natural: lengths are geometric with a mean of a quarter of `new_tokens`; else all completions have `new_tokens`.
     """
@@ -104,7 +88,14 @@ GPU_CASES = (
     Case("7B", "bf16", 64, natural=True, new_tokens=1024),
     Case("7B", "bf16", 8, group=8, prompt_len=512, new_tokens=256),
 )
-CASES = {case.name: case for case in (*CPU_CASES, *GPU_CASES)}
+FUSED_CASES = tuple(
+    Case(shape, dtype, 16, prompt_len=64) for shape in FUSED if shape != "qwen3_5" for dtype in ("bf16", "f32")
+)
+NATIVE_CASES = tuple(
+    case for shape in NATIVE for case in (Case(shape, "f32", 16, prompt_len=64), Case(shape, "f32", 2, 8, 512))
+)
+GROUPS = {"families": FUSED_CASES, "native": NATIVE_CASES}
+CASES = {case.name: case for case in (*CPU_CASES, *GPU_CASES, *FUSED_CASES, *NATIVE_CASES)}
 
 
 @dataclass(frozen=True)
@@ -184,11 +175,12 @@ def hugging_face_sizes(shape: str) -> dict[str, int]:
 
 
 def read_config(shape: str) -> transformers.PretrainedConfig:
-    """The configuration of a key of SHAPES or RECURRENT, or of a Hugging Face name or path; without end tokens."""
+    """The configuration of a key of SHAPES or FAMILIES, or of a Hugging Face name or path; without end tokens."""
     if shape in SHAPES:
         config = transformers.LlamaConfig(**hugging_face_sizes(shape))
-    elif shape in RECURRENT:
-        config = transformers.Qwen3_5TextConfig(**RECURRENT[shape])
+    elif shape in FAMILIES:
+        settings = {**FAMILIES[shape], "bos_token_id": None, "eos_token_id": None, "pad_token_id": PAD}
+        config = transformers.CONFIG_MAPPING[settings.pop("type")](**settings)
     else:
         config = transformers.AutoConfig.from_pretrained(shape)
     config.eos_token_id, config.pad_token_id = None, PAD

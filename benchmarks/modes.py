@@ -21,8 +21,9 @@ from deepspeed.accelerator import get_accelerator
 
 import hybrid
 from benchmarks import results, tables
-from benchmarks.cases import DTYPES, RECURRENT, SHAPES, make_model
+from benchmarks.cases import DTYPES, SHAPES, make_model
 from benchmarks.contenders import eval_mode, gathered, zero3_engine
+from benchmarks.families import FUSED
 from benchmarks.machine import hardware
 from benchmarks.ranks import start_ranks
 
@@ -168,7 +169,7 @@ def update(engine: hybrid.HybridEngine) -> None:
 def parse() -> argparse.Namespace:
     """The flags."""
     parser = results.parser(__doc__, sequences=64, prompt_length=32, new_tokens=64, rounds=3)
-    parser.add_argument("--shape", choices=[*SHAPES, *RECURRENT], default="10M")
+    parser.add_argument("--shape", choices=[*SHAPES, *FUSED], default="10M")
     parser.add_argument("--dtype", choices=list(DTYPES), default="f32")
     parser.add_argument("--contenders", nargs="*", help="names in the table; default: all")
     return parser.parse_args()

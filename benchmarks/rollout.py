@@ -3,6 +3,7 @@
     make bench-rollout                                          # all cases for CPUs, or for GPUs if there is one
     make bench-vllm                                             # the same with vLLM, in a separate environment
     python -m benchmarks.rollout --cases "120M bf16 b64" "10M bf16 b16"
+    python -m benchmarks.rollout --cases families               # other families than Llama; `native`: without a decoder
     python -m benchmarks.rollout --shape 120M --dtype f32 --prompts 8 --group 8 --prompt_len 512 --new_tokens 64
     python -m benchmarks.rollout --shape Qwen/Qwen2.5-0.5B --contenders hybrid hf
 
@@ -37,6 +38,7 @@ from benchmarks.cases import (
     CPU_CASES,
     DTYPES,
     GPU_CASES,
+    GROUPS,
     SHAPES,
     Case,
     make_model,
@@ -44,6 +46,7 @@ from benchmarks.cases import (
     prompt_lengths,
 )
 from benchmarks.contenders import CONTENDERS, Contender, Outcome, Setting, make_engine
+from benchmarks.families import FAMILIES
 from benchmarks.limits import Limits, measure_limits
 from benchmarks.machine import hardware, machine
 from benchmarks.ranks import print_on_rank_0, start_ranks
@@ -52,6 +55,7 @@ from benchmarks.vllm_contender import VLLMSettings
 DEFAULT_CONTENDERS = ["hybrid", "hybrid-new-weights", "hf", "zero3-gathered"]
 VLLM_NAMES = ["vllm", "vllm-eager"]
 BASE = "hf"
+ALONE = ("all", *GROUPS)  # of `--cases`
 MIN_ROUNDS = 2
 WARM_UPS, WARM_UP_S = 3, 2.0  # runs of one token, fewer if they took this long
 WARM_UP_SEED = 1000  # of prompts that no round has
@@ -89,7 +93,8 @@ def main(arguments: list[str] | None = None) -> None:
         try:
             for case in cases:
                 timings = measure(contenders, case, setting, args.rounds, args.seconds)
-                report["cases"].append(summary(case, timings, measure_limits(setting.model, case)))
+                limits = None if shape in FAMILIES else measure_limits(setting.model, case)
+                report["cases"].append(summary(case, timings, limits))
                 print_on_rank_0(table(report["cases"][-1]))
                 results.write(output, report)
         finally:
@@ -168,8 +173,8 @@ def timed_run(contender: Contender, case: Case, setting: Setting, seed: int) -> 
     return seconds.item(), outcome
 
 
-def summary(case: Case, timings: dict[str, Timing], limits: Limits) -> dict[str, Any]:
-    """The figures of a case: timings and what is derived from them."""
+def summary(case: Case, timings: dict[str, Timing], limits: Limits | None) -> dict[str, Any]:
+    """The figures of a case: timings and what is derived from them.  limits: None where they are not known."""
     tokens = sum(prompt_lengths(case)) * case.group * dist.get_world_size()
     return {
         "name": case.name,
@@ -177,12 +182,12 @@ def summary(case: Case, timings: dict[str, Timing], limits: Limits) -> dict[str,
         "tokens": tokens,
         "lengths": list(prompt_lengths(case)),
         "load": os.getloadavg()[0],
-        "limits": {**asdict(limits), "step_s": limits.step_s, "bound": limits.bound},
+        "limits": limits and {**asdict(limits), "step_s": limits.step_s, "bound": limits.bound},
         "results": {name: result(case, timing, timings.get(BASE), tokens, limits) for name, timing in timings.items()},
     }
 
 
-def result(case: Case, timing: Timing, base: Timing | None, tokens: int, limits: Limits) -> dict[str, Any]:
+def result(case: Case, timing: Timing, base: Timing | None, tokens: int, limits: Limits | None) -> dict[str, Any]:
     """The figures of a contender. The time of a step is known only if all steps have equally many rows, and take most
     of the time: what is left of a long prefill's two timings is noise."""
     median = statistics.median(timing.seconds)
@@ -194,18 +199,18 @@ def result(case: Case, timing: Timing, base: Timing | None, tokens: int, limits:
         "tokens_per_s": tokens / median,
         "ratio": statistics.median(base.seconds) / median if base else None,
         "step_s": step_s,
-        "roofline": min(limits.step_s / step_s, 1.0) if step_s else None,  # no step is faster than the machine
+        # No step is faster than the machine.
+        "roofline": min(limits.step_s / step_s, 1.0) if step_s and limits else None,
     }
 
 
 def table(case: dict[str, Any]) -> str:
     """The figures of a case as a Markdown table."""
-    limits = case["limits"]
-    reads, multiplies = limits["bytes_per_s"] / 1e9, limits["flops_per_s"] / 1e9
-    title = (
-        f"**{case['name']}**: {case['tokens']} tokens; load average {case['load']:.1f}; reads {reads:.1f} GB/s, "
-        f"multiplies {multiplies:.0f} GFLOP/s; no step under {limits['step_s'] * 1e3:.2f} ms ({limits['bound']})"
-    )
+    title = f"**{case['name']}**: {case['tokens']} tokens; load average {case['load']:.1f}"
+    if limits := case["limits"]:
+        reads, multiplies = limits["bytes_per_s"] / 1e9, limits["flops_per_s"] / 1e9
+        title += f"; reads {reads:.1f} GB/s, multiplies {multiplies:.0f} GFLOP/s"
+        title += f"; no step under {limits['step_s'] * 1e3:.2f} ms ({limits['bound']})"
     rows = []
     for name, result in case["results"].items():
         slowest, fastest = (case["tokens"] / pick(result["seconds"]) for pick in (max, min))
@@ -220,6 +225,8 @@ def chosen_cases(args: argparse.Namespace) -> list[Case]:
     """The cases of `--cases`, or the case that the other flags describe."""
     if args.cases == ["all"]:
         return list(GPU_CASES if torch.cuda.is_available() else CPU_CASES)
+    if args.cases and args.cases[0] in GROUPS:
+        return list(GROUPS[args.cases[0]])
     if args.cases:
         return [CASES[name] for name in args.cases]
     return [
@@ -230,7 +237,7 @@ def chosen_cases(args: argparse.Namespace) -> list[Case]:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The flags."""
     parser = results.parser(__doc__, output=False, prompts=16, group=1, prompt_len=32, new_tokens=64, rounds=5)
-    parser.add_argument("--cases", nargs="+", default=[], help=f"all, or some of: {'; '.join(CASES)}")
+    parser.add_argument("--cases", nargs="+", default=[], help=f"{', '.join(ALONE)}, or some of: {'; '.join(CASES)}")
     parser.add_argument("--shape", default="10M", help=f"{', '.join(SHAPES)}, or a Hugging Face configuration")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--natural", action="store_true", help="geometric lengths instead of --new_tokens for all")
@@ -242,8 +249,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--vllm_python", type=Path, default=Path(".venv-vllm/bin/python"))
     args = parser.parse_args(arguments)
     for name in args.cases:
-        if name not in CASES and args.cases != ["all"]:
-            parser.error(f"--cases: {name!r} given; allowed: all, or some of: {'; '.join(CASES)}")
+        if name not in CASES and args.cases not in [[alone] for alone in ALONE]:
+            parser.error(f"--cases: {name!r} given; allowed: {', '.join(ALONE)}, or some of: {'; '.join(CASES)}")
     return args
 
 

@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hybrid
 from benchmarks import results, tables
-from benchmarks.cases import RECURRENT, read_config
+from benchmarks.cases import read_config
+from benchmarks.families import FUSED
 from benchmarks.overhead import PLAIN, SHAPES, engine_of, llama
 from benchmarks.ranks import print_on_rank_0, start_ranks
 
@@ -31,7 +32,7 @@ NEW_TOKENS = 32  # of the user, in the second turn
 
 def model_of(shape: str) -> PreTrainedModel:
     """A model with random weights."""
-    if shape in RECURRENT:
+    if shape in FUSED:
         return AutoModelForCausalLM.from_config(read_config(shape))
     return llama(*SHAPES[shape])
 
@@ -189,7 +190,7 @@ def main() -> None:
     """Measure what the command line asks for."""
     parser = results.parser(__doc__, rows=64, repetitions=3)
     parser.add_argument("what", choices=["turns", "system", "partial"])
-    parser.add_argument("--shape", choices=[*SHAPES, *RECURRENT], default="7M")
+    parser.add_argument("--shape", choices=[*SHAPES, *FUSED], default="7M")
     parser.add_argument("--prompt", type=int, help="tokens of a prompt; default: 32 for partial, else 1024")
     parser.add_argument("--new", type=int, help="tokens of a completion; default: 512 for partial, else 64")
     parser.add_argument("--share", type=float, default=0.75, help="of the rows, after which a partial rollout stops")

@@ -95,6 +95,8 @@ RUNS = (
     Run("modes-10M", "modes", f"--shape 10M --new_tokens 32 --rounds 5 {WAYS_TO_HOLD_WEIGHTS}", 3, 2),
     Run("modes-120M", "modes", f"--shape 120M --dtype bf16 --new_tokens 16 --rounds 2 {WAYS_TO_HOLD_WEIGHTS}", 8, 2),
     Run("rollout-long", "rollout", f"--cases {LONG_CASES} --contenders hybrid {{vllm}} --rounds 2", 10, 0, 2),
+    Run("rollout-families", "rollout", f"--cases families {ROLLOUTS}", 10, 0, 2),
+    Run("rollout-native", "rollout", "--cases native --contenders hybrid hf --rounds 3", 15, 0, 2),
     *(
         Run(f"tp-{shape}-{dtype}", "modes", f"--shape {shape} --dtype {dtype} {TENSOR_PARALLEL}", minutes, 2)
         for shape, minutes in (("10M", 1), ("120M", 3))

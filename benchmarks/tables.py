@@ -11,7 +11,7 @@ from functools import wraps
 from itertools import pairwise, starmap
 from typing import Any
 
-from benchmarks.cases import RECURRENT
+from benchmarks.families import FAMILIES
 from benchmarks.results import Spread, quotient
 
 LAST_REWARDS = 10  # iterations of GRPO at the end whose rewards are averaged
@@ -85,16 +85,19 @@ def described(result: dict[str, Any]) -> list[str]:
 
 
 def rollouts(result: dict[str, Any]) -> list[str]:
-    """Tokens a second in each case, this engine's ratios, and its share of the roofline."""
+    """Tokens a second in each case, this engine's ratios, and its share of the roofline where one is known."""
     named = {"hybrid": "this engine", "hybrid-new-weights": "new weights", "hf": "Hugging Face", "vllm": "vLLM"}
     names = [name for name in named if any(name in case["results"] for case in result["cases"])]
     bases = [name for name in ("hf", "vllm") if name in names]
+    head = ["case", *map(named.get, names), *(f"× {named[name]}" for name in bases)]
+    shares = [case["results"]["hybrid"]["roofline"] for case in result["cases"]]
     rows = []
-    for case in result["cases"]:
-        share = case["results"]["hybrid"]["roofline"]
+    for case, share in zip(result["cases"], shares, strict=True):
         ratios = [case_ratio(case, name) for name in bases]
         rows.append([case["name"], *case_rates(case, names), *ratios, f"{share:.0%}" if share else None])
-    return table(["case", *map(named.get, names), *(f"× {named[name]}" for name in bases), "of the roofline"], rows)
+    if any(shares):
+        return table([*head, "of the roofline"], rows)
+    return table(head, [row[:-1] for row in rows])
 
 
 @with_head("case", "this engine", "vLLM", "× vLLM", "first token, s: this engine", "vLLM")
@@ -171,7 +174,7 @@ def tensor_parallel(*results: dict[str, Any]) -> Iterator[list]:
             whole, *others = (way and way["rollout_s"] for way in ways)
             if whole:
                 args, size = result["args"], f"{result['parameters'] / 1e6:.0f}M"
-                kind = f" {args['shape']}" if args["shape"] in RECURRENT else ""
+                kind = f" {args['shape']}" if args["shape"] in FAMILIES else ""
                 cells = [f"{size}{kind}, {args['dtype']}{layers}"]
                 cells += [rate(whole, tokens_of(result))]
                 for each in others:

@@ -23,7 +23,8 @@ from deepspeed.accelerator import get_accelerator
 
 import hybrid
 from benchmarks import results, tables
-from benchmarks.cases import RECURRENT, SHAPES, make_model
+from benchmarks.cases import SHAPES, make_model
+from benchmarks.families import FUSED
 from benchmarks.machine import hardware
 from benchmarks.overhead import LiveBytes
 from benchmarks.ranks import start_ranks
@@ -178,7 +179,7 @@ def trl_pass(
 def parse() -> argparse.Namespace:
     """The command's arguments."""
     parser = results.parser(__doc__)
-    parser.add_argument("--shape", choices=[*SHAPES, *RECURRENT], default="10M")
+    parser.add_argument("--shape", choices=[*SHAPES, *FUSED], default="10M")
     parser.add_argument("--dtype", choices=("f32", "bf16"), default="f32")
     parser.add_argument("--stage", type=int, choices=range(4), default=2, help="of ZeRO; 3: without TRL")
     parser.add_argument("--lora", type=int, default=0, help="rank of a LoRA; 0: all weights learn")

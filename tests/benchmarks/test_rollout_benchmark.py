@@ -13,11 +13,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import plot
-from benchmarks.cases import CPU_CASES, Case, EndAtLength, make_model, make_request, prompt_lengths
+from benchmarks.cases import CPU_CASES, GROUPS, Case, EndAtLength, make_model, make_request, prompt_lengths
+from benchmarks.families import FAMILIES, FUSED
 from benchmarks.limits import Limits, measure_limits
 from benchmarks.results import ROOT
 from benchmarks.rollout import Timing, chosen_cases, parse, result
 from benchmarks.vllm_contender import VLLM, VLLMSettings
+from hybrid.models.model_info import ModelInfo
 
 CONTENDERS = ["hybrid", "hf", "zero3-gathered"]
 NATURAL = Case("micro", "f32", prompts=6, prompt_len=8, new_tokens=24, natural=True)
@@ -219,3 +221,19 @@ def test_requests_to_the_vllm_process(tmp_path, monkeypatch):
     assert "words that are no answer" in log
     assert "logprobs 0" in log, "this engine returns each token's logprob, so vLLM is asked for it"
     assert server.process.returncode == 0 and not Path(server.weights.name).exists()
+
+
+def test_groups_of_cases_are_named():
+    assert [case.shape for case in chosen_cases(parse(["--cases", "families"]))][::2] == list(FUSED)[1:]
+    assert chosen_cases(parse(["--cases", "native"])) == list(GROUPS["native"])
+    with pytest.raises(SystemExit):
+        parse(["--cases", "native", "120M bf16 b1"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", FAMILIES)
+def test_families_have_a_decoder_or_none(shape):
+    """At the size that is measured, of 11M to 93M parameters."""
+    model = make_model(shape, "f32", "cpu")
+    assert 10e6 < sum(parameter.numel() for parameter in model.parameters()) < 93e6
+    assert (ModelInfo(model).layout is not None) == (shape in FUSED)
