@@ -82,7 +82,7 @@ check: .venv/.installed ## ruff, format, types (10 seconds; at first 40), layout
 	$(TESTS) -q -m "not slow" tests/test_layout.py tests/test_config.py tests/generation tests/weights \
 		tests/rlhf_examples/common/test_losses.py
 
-bench-all: .venv/.installed ## the whole suite into benchmarks/results/, resumable (three hours on 2 cores; SUITE_FLAGS="--minutes 60")
+bench-all: .venv/.installed ## the whole suite into benchmarks/results/, resumable (four hours on 2 cores; SUITE_FLAGS="--minutes 60")
 	$(CPU) $(BIN)/python -m benchmarks.suite $(SUITE_FLAGS)
 
 bench-page: .venv/.installed ## docs/benchmarks.md, README's tables and the figures from benchmarks/results/

@@ -125,5 +125,5 @@ def test_every_command_is_valid(each, tmp_path, monkeypatch):
     assert shlex.join(module[1:-2]).count("{") == 0
 
 
-def test_the_suite_takes_about_three_hours():
-    assert 120 <= sum(each.minutes for each in RUNS) <= 200
+def test_the_suite_takes_three_to_four_hours():
+    assert 180 <= sum(each.minutes for each in RUNS) <= 240
