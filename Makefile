@@ -52,7 +52,7 @@ docs: .venv/.installed ## the pages of docs/ as a site with search: site/index.h
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo 'with search at http://localhost:8000 : python3 -m http.server -d site'
 
-test: .venv/.installed ## the test suite but for what is slow (15 minutes)
+test: .venv/.installed ## the test suite but for what is slow (18 minutes)
 	$(TESTS) -m "not slow"
 
 test-slow: .venv/.installed ## as many slow tests as start within 25 minutes (SLOW_MINUTES), in an order that changes with the commit

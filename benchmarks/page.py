@@ -198,6 +198,7 @@ COMPARISONS = (
         "hf",
         "cases",
     ),
+    Comparison(SAME, "vLLM for CPUs", "rollout-families", CASE, "hybrid", "vllm", "cases"),
     Comparison("the same, types without a decoder", GENERATE, "rollout-native", CASE, "hybrid", "hf", "cases"),
     STEP,
     PACKED_STEP,

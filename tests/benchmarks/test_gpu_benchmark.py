@@ -258,6 +258,7 @@ def check_dry_run(directory: Path, contenders: list[str], output: str) -> None:
     assert "written to" in output and content["runs"][0]["versions"]["torch"] == torch.__version__
 
 
+@pytest.mark.slow
 def test_a_dry_run_on_the_cpu(tmp_path, capsys):
     run(tmp_path, "--contenders", "hybrid", "hf-static")
     check_dry_run(tmp_path, ["hybrid", "hf-static"], capsys.readouterr().out)

@@ -21,6 +21,7 @@ from hybrid.__main__ import app
 from hybrid.cli import doctor
 from hybrid.cli.commands import adapter_paths, bytes_of
 from hybrid.cli.doctor import size_text
+from tests.marks import slow_but
 from tests.rlhf_examples.chat_models import chat_model
 from tests.tiny_models import FAMILIES, VOCABULARY
 
@@ -268,6 +269,7 @@ def test_a_plan_by_a_deepspeed_file(machine, tmp_path):
     assert used.split()[0] == "pinned" and "streaming" in flagged.output, "flags count more than the file"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -315,6 +317,7 @@ def test_report_hands_its_arguments_on():
     assert "there is no metrics.jsonl in 'no-such-run'" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -430,7 +433,7 @@ def test_what_is_no_adapter_is_said():
         adapter_paths(["sql"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", slow_but([signal.SIGINT], [signal.SIGINT, signal.SIGTERM]))
 def test_serve_answers_until_it_is_interrupted(machine, tmp_path, number):
     pytest.importorskip("fastapi", reason="the extra `server` has it")
     model = chat_model(tmp_path)

@@ -68,6 +68,7 @@ def check_step_two() -> None:
     assert deepspeed.initialize is before and not hasattr(transformers.modeling_utils, "no_init_weights")
 
 
+@pytest.mark.slow
 def test_a_reward_model_trains_under_zero3(ranks):
     ranks.run(check_step_two)
 

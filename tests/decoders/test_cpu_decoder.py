@@ -242,7 +242,7 @@ LONG = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("family", LONG)
+@pytest.mark.parametrize("family", slow_but(["gpt_oss"], LONG))
 def test_splits_of_a_long_context_change_no_bit(family, dtype):
     """Steps around the borders of splits and far behind them, whose splits are computed by many threads, by one, and in
     a prefill; alone, and batched with a shorter sequence."""

@@ -235,6 +235,7 @@ def require_equal(actual: Completions, expected: Completions) -> None:
     torch.testing.assert_close(actual.raw_logps, expected.raw_logps, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu has the real capture")
 @pytest.mark.parametrize("family", slow_but(["qwen3_5_text"], ["qwen3_5_text", "qwen3_next", "bamba", "lfm2"]))
 def test_the_loop_in_graphs_gives_the_tokens_of_the_decoder_in_torch(family, monkeypatch):
@@ -255,6 +256,7 @@ def test_the_loop_in_graphs_gives_the_tokens_of_the_decoder_in_torch(family, mon
     assert decoder.eager_reason == "" and captured == len(decoder.graphs), "the second call captured again"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", slow_but(["qwen3_5_text"], ["qwen3_5_text", "bamba", "lfm2"]))
 def test_kept_states_are_those_at_a_sequences_end(family):
     """Though its batch goes on for other rows: a next turn from them has the tokens of one from nothing."""

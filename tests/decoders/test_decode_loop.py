@@ -105,7 +105,7 @@ def require_equal(actual: Completions, expected: Completions) -> None:
 
 
 @pytest.mark.parametrize("max_num_seqs", slow_but([3], [3, 4]))  # 3: rows wait for others to end
-@pytest.mark.parametrize("sampling", slow_but(["plain", "penalized"], SETTINGS))
+@pytest.mark.parametrize("sampling", slow_but(["penalized"], SETTINGS))
 def test_the_loop_gives_what_single_steps_give(sampling, max_num_seqs, monkeypatch):
     """In graphs, with padding sequences; a second call, whose KV cache lies elsewhere, replays the same graphs."""
     model = one_layer()
@@ -122,6 +122,7 @@ def test_the_loop_gives_what_single_steps_give(sampling, max_num_seqs, monkeypat
     assert graphed.graphs.capture.replays > 2 * captured
 
 
+@pytest.mark.slow
 def test_steps_between_two_checks_take_as_long_as_a_check_is_worth(monkeypatch):
     """Where nothing waits for a row's end, once the time of a step is known; the tokens are the same."""
     strides: list[int] = []
@@ -153,6 +154,7 @@ def test_steps_between_two_checks_take_as_long_as_a_check_is_worth(monkeypatch):
     assert max(decoded(1e9, stop_conditions=conditions)[1]) == 4
 
 
+@pytest.mark.slow
 def test_long_strides_write_behind_the_limits_of_rows_that_began_earlier(monkeypatch):
     """A row that entered late sets the number of steps; the others end in the middle of it."""
     monkeypatch.setattr(scheduler, "MAX_STEPS", 8)
@@ -176,6 +178,7 @@ def test_ranks_and_environments_keep_the_usual_number_of_steps(bound, monkeypatc
     assert own.stride() == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", slow_but(["plain"], SETTINGS))
 def test_verified_drafts_give_what_single_steps_give(sampling, monkeypatch):
     """In graphs, with waiting rows, ends and limits inside drafts; with a repetition penalty nothing is drafted."""
@@ -188,6 +191,7 @@ def test_verified_drafts_give_what_single_steps_give(sampling, monkeypatch):
     assert accepted > 3 if SETTINGS[sampling].repetition_penalty == 1.0 else not drafted
 
 
+@pytest.mark.slow
 def test_rows_that_reach_their_limits_have_not_stopped_where_padding_is_a_stop_token(monkeypatch):
     """After its limit a row's tokens on the device are padding, which must not be taken for the token that ended it."""
     model = one_layer()
@@ -200,6 +204,7 @@ def test_rows_that_reach_their_limits_have_not_stopped_where_padding_is_a_stop_t
     require_equal(completions_of(own, decoder_of(model, 8, monkeypatch), 8, 4), expected)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_outputs_that_graphs_keep_are_those_that_scores_compute(monkeypatch):
     """Also in other blocks than those of the capture."""
@@ -224,6 +229,7 @@ def test_the_outputs_that_graphs_keep_are_those_that_scores_compute(monkeypatch)
     torch.testing.assert_close(found.entropies, expected.entropies, rtol=0, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_graphs_stop_at_the_stop_tokens_of_the_latest_request(monkeypatch):
     """Also if it has another number of them. The second tokens of most sequences end the first request's alone."""
     graphed, eager = (decoder_of(one_layer(), size, monkeypatch) for size in (4, 0))
@@ -261,6 +267,7 @@ def test_steps_that_cannot_be_captured_run_without_graphs_and_warn_once(monkeypa
     require_equal(actual, completions_of(request("plain"), decoder_of(model, 0, monkeypatch), 4, 4))
 
 
+@pytest.mark.slow
 def test_the_self_check_and_rollouts_of_all_sizes_share_one_state_and_its_graphs(monkeypatch):
     """Where the state was dropped, so were the check's graphs, and torch refused the next capture into their pool."""
     model = checked_model()
@@ -272,6 +279,7 @@ def test_the_self_check_and_rollouts_of_all_sizes_share_one_state_and_its_graphs
     assert decoder.graphs.capture.captured == len(decoder.graphs), "a graph was captured twice"
 
 
+@pytest.mark.slow
 def test_dropped_graphs_are_captured_again(monkeypatch):
     """Longer sequences need longer tables, at other addresses."""
     decoder = decoder_of(one_layer(), 4, monkeypatch)

@@ -411,6 +411,7 @@ def test_ids_outside_of_the_embedding_raise():
         verify_steps(decoder, decode.batch(rows), decode.kv, decode.draws(rows), drafting, 1)
 
 
+@pytest.mark.slow
 def test_the_decoder_on_triton_kernels_verifies_in_graphs():
     """A verification step is a decode step of more sequences, which share blocks: in a graph of its size, padded. Over
     the end of a block, and in a sliding window."""

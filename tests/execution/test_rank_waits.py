@@ -117,6 +117,7 @@ def check_late_for_a_group() -> None:
     of.destroy()
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_late_for_its_group_is_named(ranks):
     ranks.run(check_late_for_a_group)
 

@@ -168,6 +168,7 @@ def test_ranks_with_slices_have_the_scores_of_whole_logits(size, monkeypatch):
             require_close(actual, exact_scores(of, targets, 0.7))
 
 
+@pytest.mark.slow
 def test_scores_of_a_decoder_are_read_once(monkeypatch):
     """`score_tokens` of a GPU's logits runs both kernels once for some tokens, and no operation of torch's."""
     launches = []

@@ -12,6 +12,7 @@ import hybrid
 from hybrid.models import model_info
 from hybrid.models.model_info import ModelInfo
 from tests.engines import engine_of, settings, train_step
+from tests.marks import slow_but
 from tests.tiny_models import prompts, tiny_model, with_peft
 
 READERS = ("read_decoder", "read_structure", "read_tp_plan")
@@ -55,7 +56,7 @@ def check_read_once(stage: int, adapted: bool) -> None:
         assert counts == {"read_decoder": 2, "read_structure": 2}
 
 
-@pytest.mark.parametrize(("stage", "adapted"), [(3, False), (0, True)])
+@pytest.mark.parametrize(("stage", "adapted"), slow_but([(3, False)], [(3, False), (0, True)]))
 def test_an_engine_reads_its_model_once(ranks, stage, adapted):
     ranks.run(check_read_once, stage, adapted)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hybrid.runtime import at_exit
+from tests.marks import slow_but
 from tests.rank_pool import run_script
 
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -42,7 +43,7 @@ time.sleep(1.0)
 }
 
 
-@pytest.mark.parametrize("name", STARTS)
+@pytest.mark.parametrize("name", slow_but([next(iter(STARTS))], STARTS))
 def test_threads_at_work_do_not_abort_the_exit(tmp_path, name):
     script = tmp_path / "script.py"
     script.write_text(f"{BUILD}{STARTS[name]}\ntime.sleep(1.0)\nprint('the end', flush=True)\n")

@@ -187,6 +187,7 @@ def start(module: str, world_size: int) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "world_size", "is_built"),
     slow_but(

@@ -235,7 +235,7 @@ def check_interrupts(mode: str, moments: list[str]) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("mode", slow_but(["pinned", "tp 2", "streaming"], MODES))
+@pytest.mark.parametrize("mode", slow_but(["pinned"], MODES))
 def test_an_interrupted_call_hangs_no_rank_and_the_next_one_works(ranks, mode):
     skipped = {"while_environments_step"} if mode.endswith("own modules") else set()
     ranks.run(check_interrupts, mode, [name for name in MOMENTS if name not in skipped], timeout_s=120)

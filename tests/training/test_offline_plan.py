@@ -3,6 +3,7 @@
 import pickle
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 import hybrid
 from hybrid.training.offline_plan import Training, optimizer_bytes
+from tests.marks import slow_but
 from tests.tiny_models import tiny_model, with_peft
 
 PLANNING = """
@@ -60,10 +62,13 @@ def check_equal(family: str, lora_rank: int, stage: int) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize(("family", "lora_rank"), [("llama", 0), ("llama", 4), ("gemma3_text", 0), ("mixtral", 0)])
-def test_the_plan_is_the_engines(ranks, family, lora_rank, stage):
-    ranks.run(check_equal, family, lora_rank, stage)
+PLANNED = list(product((("llama", 0), ("llama", 4), ("gemma3_text", 0), ("mixtral", 0)), (0, 3)))
+
+
+@pytest.mark.parametrize(("model", "stage"), slow_but([(("llama", 4), 3), (("mixtral", 0), 0)], PLANNED))
+def test_the_plan_is_the_engines(ranks, model, stage):
+    """model: its family, and the rank of its adapters."""
+    ranks.run(check_equal, *model, stage)
 
 
 @pytest.mark.parametrize(("family", "ranks"), [("qwen3_5_text", 4), ("llama", 3)])

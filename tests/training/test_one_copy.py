@@ -353,6 +353,6 @@ def check_peak(mode: str, layers: int, hidden: int) -> None:
 
 
 @pytest.mark.parametrize("mode", slow_but(["pinned"], ["pinned", "tensor parallel"]))
-@pytest.mark.parametrize(("layers", "hidden"), [(4, 320), (8, 448)])
+@pytest.mark.parametrize(("layers", "hidden"), slow_but([(4, 320)], [(4, 320), (8, 448)]))
 def test_the_plan_is_the_peak_of_calls_by_turns(ranks, mode, layers, hidden):
     ranks.run(check_peak, mode, layers, hidden)
