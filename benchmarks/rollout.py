@@ -23,6 +23,7 @@ import gc
 import os
 import statistics
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -113,7 +114,8 @@ def use_cores(count: int) -> None:
     """Restrict this process and its subprocesses to `count` cores: all contenders have the same, and none binds a
     thread to one of them."""
     for thread in os.listdir("/proc/self/task") if hasattr(os, "sched_setaffinity") else []:
-        os.sched_setaffinity(int(thread), sorted(os.sched_getaffinity(0))[:count])
+        with suppress(ProcessLookupError):  # a thread may have ended since it was listed
+            os.sched_setaffinity(int(thread), sorted(os.sched_getaffinity(0))[:count])
 
 
 def build(args: argparse.Namespace, shape: str, dtype: str, cases: list[Case]) -> tuple[list[Contender], Setting]:
