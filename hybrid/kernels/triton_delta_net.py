@@ -119,8 +119,8 @@ def delta_rule(
         inputs = *products, *sequences, tables.cu_seqlens, out, *strides, beta_scale
         _delta_scan_kernel[grid](*inputs, **features)
     norm = {"VALUE_HEADS": value_heads, "VALUE_DIM": value_dim, "BY_KEY": by_key}
-    grid, block = (len(out), value_heads), triton.next_power_of_2(value_dim)
-    _gated_norm_kernel[grid](out, z, vectors[2], z.stride(0), eps, BLOCK=block, num_warps=1, **norm)
+    block = triton.next_power_of_2(value_dim)
+    _gated_norm_kernel[len(out), value_heads](out, z, vectors[2], z.stride(0), eps, BLOCK=block, num_warps=1, **norm)
     return out
 
 
