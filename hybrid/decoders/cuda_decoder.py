@@ -44,7 +44,7 @@ from hybrid.kernels.triton_int8 import int8_linear
 from hybrid.kernels.triton_latent import latent_and_rope
 from hybrid.kernels.triton_linear import invariant_linear
 from hybrid.kernels.triton_mamba2 import mamba2
-from hybrid.kernels.triton_recurrent import CHUNK, KernelLayer, StateTables, chunks_of, short_conv
+from hybrid.kernels.triton_recurrent import KernelLayer, StateTables, chunks_of, short_conv
 from hybrid.models.spec import NO_MIXER, XIELU, DecoderLayout, DecoderSpec, ParamRef
 from hybrid.sampling.state import SamplingState
 from hybrid.weights.lora import LowRank
@@ -388,8 +388,7 @@ class CudaDecoder(TorchDecoder):
         assert batch.state_slots is not None, "sequences of a recurrent model have states"
         if owners is None and self.batch_invariant:
             owners = batch.cu_seqlens[:-1].long()
-        is_long = len(batch.ids) >= CHUNK // 2 * len(batch.lengths)  # chunks of few tokens take as long as full ones
-        by_chunks = owners is not None and is_long and not self.batch_invariant and self.dtype == torch.bfloat16
+        by_chunks = owners is not None and not self.batch_invariant and self.dtype == torch.bfloat16
         chunks = chunks_of(batch.cu_seqlens, len(batch.ids)) if by_chunks else None
         return StateTables(batch.state_slots, batch.positions, batch.cu_seqlens, owners, chunks)
 
