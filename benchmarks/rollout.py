@@ -228,10 +228,9 @@ def table(case: dict[str, Any]) -> str:
 
 def chosen_cases(args: argparse.Namespace) -> list[Case]:
     """The cases of `--cases`, or the case that the other flags describe."""
-    if args.cases == ["all"]:
-        return list(GPU_CASES if torch.cuda.is_available() else CPU_CASES)
-    if args.cases and args.cases[0] in GROUPS:
-        return list(GROUPS[args.cases[0]])
+    groups = {"all": GPU_CASES if torch.cuda.is_available() else CPU_CASES, **GROUPS}
+    if args.cases and args.cases[0] in groups:
+        return list(groups[args.cases[0]])
     if args.cases:
         return [CASES[name] for name in args.cases]
     return [

@@ -26,6 +26,7 @@ from hybrid.kernels.triton_recurrent import (
     KernelLayer,
     convolve_step,
     decays_between,
+    new_tokens,
     product,
     rounded,
     sigmoid,
@@ -34,7 +35,7 @@ from hybrid.kernels.triton_recurrent import (
     warps_of,
 )
 
-CHUNK_VALUES = 16  # of a program that goes by chunks
+CHUNK_VALUES = 16  # of a program that goes by chunks: the fewest rows of a product
 
 
 def delta_net(mixer: GatedDeltaNet, x: torch.Tensor, layer: KernelLayer) -> torch.Tensor:
@@ -87,41 +88,61 @@ def delta_rule(
     if not tables.decoding:
         qkv = layer.convolved(qkv)
     out = torch.empty(len(qkv), value_heads * value_dim, dtype=qkv.dtype, device=qkv.device)
-    block_k, block_v = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
-    chunked = tables.chunks is not None and not by_key
-    if chunked:
-        block_k, block_v = max(block_k, 16), min(max(block_v, 16), CHUNK_VALUES)  # 16: the least of a product
-    else:
-        block_v = min(block_v, max((DECODE_CELLS if tables.decoding else SCAN_CELLS) // block_k, 1))
-    products = qkv, b, a, *vectors[:2]
-    sequences = layer.addresses, tables.slots, tables.positions
-    strides = qkv.stride(0), b.stride(0), a.stride(0)
     sizes = {"KEY_HEADS": key_heads, "VALUE_HEADS": value_heads, "KEY_DIM": key_dim, "VALUE_DIM": value_dim}
-    blocks = {"BLOCK_K": block_k, "BLOCK_V": block_v}
-    features = {"BY_KEY": by_key, **sizes, **blocks, "num_warps": warps_of(block_k * block_v)}
-    if tables.decoding:
-        conv_bias, taps = conv if bias is None else bias, {"WIDTH": len(conv), "HAS_BIAS": bias is not None}
-        inputs = *products, z, conv, conv_bias, vectors[2], *sequences, out, *strides, z.stride(0)
-        _delta_step_kernel[(len(tables.slots), value_heads)](
-            *inputs, *conv.stride(), beta_scale, eps, **taps, **features
-        )
-        return out
-    grid = len(tables.slots), value_heads, triton.cdiv(value_dim, block_v)
-    if chunked:
-        number, wide = len(tables.chunks), partial(torch.empty, dtype=torch.float32, device=qkv.device)
-        solved = wide(number, value_heads, 2, CHUNK, CHUNK), wide(number, value_heads, 3, CHUNK)
-        sizes |= {"BLOCK_K": block_k, "CHUNK": CHUNK}
-        inputs = *products, tables.cu_seqlens, tables.chunks, *solved, *strides, beta_scale
-        _delta_solve_kernel[(number, value_heads)](*inputs, **sizes)
-        inputs = qkv, *sequences, tables.cu_seqlens, *solved, out, qkv.stride(0)
-        _delta_chunk_kernel[grid](*inputs, **sizes, BLOCK_V=block_v, num_stages=2)
+    if tables.chunks is not None and not by_key:
+        rule_by_chunks(qkv, b, a, layer, tables.chunks, out, sizes, beta_scale)
     else:
+        block_k, block_v = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
+        block_v = min(block_v, max((DECODE_CELLS if tables.decoding else SCAN_CELLS) // block_k, 1))
+        blocks = {"BLOCK_K": block_k, "BLOCK_V": block_v, "num_warps": warps_of(block_k * block_v)}
+        features = {"BY_KEY": by_key, **sizes, **blocks}
+        products, strides = (qkv, b, a, *vectors[:2]), (qkv.stride(0), b.stride(0), a.stride(0))
+        sequences = layer.addresses, tables.slots, tables.positions
+        if tables.decoding:
+            conv_bias, taps = conv if bias is None else bias, {"WIDTH": len(conv), "HAS_BIAS": bias is not None}
+            inputs = *products, z, conv, conv_bias, vectors[2], *sequences, out, *strides, z.stride(0)
+            _delta_step_kernel[(len(tables.slots), value_heads)](
+                *inputs, *conv.stride(), beta_scale, eps, **taps, **features
+            )
+            return out
         inputs = *products, *sequences, tables.cu_seqlens, out, *strides, beta_scale
-        _delta_scan_kernel[grid](*inputs, **features)
+        _delta_scan_kernel[(len(tables.slots), value_heads, triton.cdiv(value_dim, block_v))](*inputs, **features)
     norm = {"VALUE_HEADS": value_heads, "VALUE_DIM": value_dim, "BY_KEY": by_key}
     block = triton.next_power_of_2(value_dim)
     _gated_norm_kernel[len(out), value_heads](out, z, vectors[2], z.stride(0), eps, BLOCK=block, num_warps=1, **norm)
     return out
+
+
+def rule_by_chunks(
+    qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    layer: KernelLayer,
+    chunks: torch.Tensor,
+    out: torch.Tensor,
+    sizes: dict[str, int],
+    beta_scale: float,
+) -> None:
+    """Write what the tokens of a prefill read to `out`, and update the states.
+
+    qkv, b, a: as `delta_rule`'s, after the convolution.  chunks: of `chunks_of`.
+    sizes: of the heads, by their names in the kernels.
+    """
+    weights, tables = layer.weights, layer.tables
+    number, heads = len(chunks), sizes["VALUE_HEADS"]
+    wide = partial(torch.empty, dtype=torch.float32, device=qkv.device)
+    solved = wide(number, heads, 2, CHUNK, CHUNK), wide(number, heads, 3, CHUNK)
+    sizes = {**sizes, "BLOCK_K": max(triton.next_power_of_2(sizes["KEY_DIM"]), 16), "CHUNK": CHUNK}
+    value_dim = sizes.pop("VALUE_DIM")
+    gates, strides = (weights["dt_bias.weight"], weights["a_log.weight"]), (qkv.stride(0), b.stride(0), a.stride(0))
+    _delta_solve_kernel[(number, heads)](
+        qkv, b, a, *gates, tables.cu_seqlens, chunks, *solved, *strides, beta_scale, **sizes
+    )
+    sequences = layer.addresses, tables.slots, tables.positions, tables.cu_seqlens
+    blocks = {"VALUE_DIM": value_dim, "BLOCK_V": CHUNK_VALUES, "num_stages": 2}
+    _delta_chunk_kernel[(len(tables.slots), heads, triton.cdiv(value_dim, CHUNK_VALUES))](
+        qkv, *sequences, *solved, out, qkv.stride(0), **sizes, **blocks
+    )
 
 
 @triton.jit
@@ -325,10 +346,8 @@ def _delta_scan_kernel(
     key, value = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     is_key, is_value = key < KEY_DIM, value < VALUE_DIM
     q_at = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + key
-    first, end = tl.load(cu_seqlens + row), tl.load(cu_seqlens + row + 1)
-    matrices, is_kept = state_of(addresses, slots, row, 0, VALUE_HEADS * KEY_DIM * VALUE_DIM)
-    is_kept = is_kept & (first < end)
-    position = tl.load(positions + first, mask=is_kept, other=0)
+    sequence = new_tokens(addresses, slots, positions, cu_seqlens, row, VALUE_HEADS * KEY_DIM * VALUE_DIM)
+    first, end, matrices, is_kept, position = sequence
     cell = matrices + (head * KEY_DIM + key[:, None]) * VALUE_DIM + value[None, :]
     is_cell = is_key[:, None] & is_value[None, :]
     state = tl.load(cell, mask=is_cell & (position > 0), other=0.0)
@@ -379,11 +398,10 @@ def _delta_solve_kernel(
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program per chunk and value head: what the rule needs of it beside the state.
+    """One program per chunk and value head: computes the rule's matrices and factors that depend on no state.
 
     chunks: of `chunks_of`.  qkv [tokens, channels]: after the convolution.
     Writes the matrices T and Γ ∘ Q K^T, transposed, to solved, float32 [chunks, VALUE_HEADS, 2, CHUNK, CHUNK]; and
@@ -447,10 +465,8 @@ def _delta_chunk_kernel(
     key, value = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     is_key, is_value = key < KEY_DIM, value < VALUE_DIM
     q_at = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + key
-    first, end = tl.load(cu_seqlens + row), tl.load(cu_seqlens + row + 1)
-    matrices, is_kept = state_of(addresses, slots, row, 0, VALUE_HEADS * KEY_DIM * VALUE_DIM)
-    is_kept = is_kept & (first < end)
-    position = tl.load(positions + first, mask=is_kept, other=0)
+    sequence = new_tokens(addresses, slots, positions, cu_seqlens, row, VALUE_HEADS * KEY_DIM * VALUE_DIM)
+    first, end, matrices, is_kept, position = sequence
     state_at = matrices + (head * KEY_DIM + key[None, :]) * VALUE_DIM + value[:, None]
     is_cell = is_value[:, None] & is_key[None, :]
     state = tl.load(state_at, mask=is_cell & (position > 0), other=0.0)  # transposed: [values, keys]

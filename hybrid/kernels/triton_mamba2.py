@@ -18,6 +18,7 @@ from hybrid.kernels.triton_recurrent import (
     KernelLayer,
     convolve_step,
     decays_between,
+    new_tokens,
     product,
     rounded,
     sigmoid,
@@ -187,10 +188,8 @@ def _mamba_kernel(
     x_at = head * HEAD_DIM + element
     b_at = INNER + head // (HEADS // GROUPS) * STATE_SIZE + entry
     c_at = b_at + GROUPS * STATE_SIZE
-    first, end = tl.load(cu_seqlens + row), tl.load(cu_seqlens + row + 1)
-    matrices, is_kept = state_of(addresses, slots, row, 0, HEADS * STATE_SIZE * HEAD_DIM)
-    is_kept = is_kept & (first < end)
-    position = tl.load(positions + first, mask=is_kept, other=-1)
+    sequence = new_tokens(addresses, slots, positions, cu_seqlens, row, HEADS * STATE_SIZE * HEAD_DIM)
+    first, end, matrices, is_kept, position = sequence
     cell = matrices + (head * STATE_SIZE + entry[:, None]) * HEAD_DIM + element[None, :]
     is_cell = is_entry[:, None] & is_element[None, :]
     state = tl.load(cell, mask=is_cell & (position > 0), other=0.0)
@@ -253,10 +252,8 @@ def _mamba_chunk_kernel(
     is_entry, is_element = entry < STATE_SIZE, element < HEAD_DIM
     x_at = head * HEAD_DIM + element
     b_at = INNER + head // (HEADS // GROUPS) * STATE_SIZE + entry
-    first, end = tl.load(cu_seqlens + row), tl.load(cu_seqlens + row + 1)
-    matrices, is_kept = state_of(addresses, slots, row, 0, HEADS * STATE_SIZE * HEAD_DIM)
-    is_kept = is_kept & (first < end)
-    position = tl.load(positions + first, mask=is_kept, other=-1)
+    sequence = new_tokens(addresses, slots, positions, cu_seqlens, row, HEADS * STATE_SIZE * HEAD_DIM)
+    first, end, matrices, is_kept, position = sequence
     cell = matrices + (head * STATE_SIZE + entry[None, :]) * HEAD_DIM + element[:, None]
     is_cell = is_element[:, None] & is_entry[None, :]
     state = tl.load(cell, mask=is_cell & (position > 0), other=0.0)  # transposed: [elements, entries]

@@ -160,6 +160,16 @@ def state_of(addresses, slots, row, at: tl.constexpr, size: tl.constexpr):
 
 
 @triton.jit
+def new_tokens(addresses, slots, positions, cu_seqlens, row, size: tl.constexpr):
+    """Return a sequence's first new token and the one after its last, the address of its matrices, of `size` elements,
+    whether they are to be written, and the first token's position: above 0 if there are matrices to read."""
+    first, end = tl.load(cu_seqlens + row), tl.load(cu_seqlens + row + 1)
+    matrices, is_kept = state_of(addresses, slots, row, 0, size)
+    is_kept = is_kept & (first < end)
+    return first, end, matrices, is_kept, tl.load(positions + first, mask=is_kept, other=-1)
+
+
+@triton.jit
 def decays_between(since, CHUNK: tl.constexpr):
     """Return the decay of what a chunk's token j writes until token i reads it, [j, i]: 0 for i before j.
 

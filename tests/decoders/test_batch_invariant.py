@@ -165,7 +165,8 @@ GEMMA4 = "gemma4_text", "gemma4, mixture"
 COVERED = ["qwen3", "gemma2", "bloom", "gpt2", "mixtral", "gpt_oss", *GEMMA4]
 
 
-RECURRENT = ["qwen3_5_text", "nemotron_h", "falcon_h1", "lfm2"]  # kinds of recurrent layers; experts beside Mamba 2
+# Gated delta nets; Mamba 2, with experts in other layers and with attention in the same; short convolutions.
+RECURRENT = ["qwen3_5_text", "nemotron_h", "falcon_h1", "lfm2"]
 
 
 @pytest.mark.parametrize(
