@@ -179,6 +179,19 @@ def test_logits_are_the_same_bits_in_any_batch(variant, dtype):
         assert torch.equal(each, logits["alone"]), name
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("variant", RECURRENT)
+def test_states_are_updated_by_one_code_in_prefill_and_decode_steps(variant):
+    """From token to token. In the interpreter other kernels give the same bits; on a device their sums may differ."""
+    model = small_recurrent(variant).to(HALF)
+    decoders = {True: invariant_decoder(model), False: cuda_decoder(model)}
+    for is_invariant, decoder in decoders.items():
+        batch = Decoding(decoder, sequences((70, 40))).batch([(69, 70), (39, 40)])
+        prefill, step = (decoder._step(batch, decoding=decoding).states for decoding in (False, True))
+        assert (prefill.chunks is None) == is_invariant and step.chunks is None
+        assert not prefill.decoding and step.decoding != is_invariant
+
+
 def test_without_the_setting_logits_depend_on_the_batch(monkeypatch):
     """Attention divides a context by the number of sequences, and a product its inputs by that of rows; without a
     device torch's own product stands for cuBLAS."""
