@@ -195,6 +195,24 @@ def test_slices_equal_hugging_face_at_two_ranks(ranks, family):
     ranks.run(check_slices, family)
 
 
+def check_chunks_of_slices(family: str) -> None:
+    """Prefill by chunks of two ranks' slices in bfloat16."""
+    model, ids = small(family, **SLICED[family]), sequences((70, 40))
+    exact = torch.cat(hugging_face(in_float64(copy.deepcopy(model)), ids))
+    expected = torch.cat(hugging_face(model.bfloat16(), ids))
+    group = on_host(InferenceGroup(2), torch.device("cpu"))
+    decoder = sharded(read_decoder(model), group, eager_capture)
+    actual = torch.cat([decoder.vocabulary.whole(rows) for rows in Decoding(decoder, ids).run([0, 0], [70, 40])])
+    assert (actual - exact).abs().mean() <= 1.2 * (expected - exact).abs().mean()  # sums of two ranks round once more
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(DEVICE == "cuda", reason="two ranks of one device cannot exchange by NCCL")
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba"])
+def test_slices_by_chunks_at_two_ranks(ranks, family):
+    ranks.run(check_chunks_of_slices, family)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("family", SLICED)
 def test_a_captured_step_of_slices_neither_waits_nor_reads_host_memory(family, monkeypatch):
