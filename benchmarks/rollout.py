@@ -241,7 +241,9 @@ def chosen_cases(args: argparse.Namespace) -> list[Case]:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The flags."""
     parser = results.parser(__doc__, output=False, prompts=16, group=1, prompt_len=32, new_tokens=64, rounds=5)
-    parser.add_argument("--cases", nargs="+", default=[], help=f"{', '.join(ALONE)}, or some of: {'; '.join(CASES)}")
+    parser.add_argument(
+        "--cases", nargs="+", default=[], help=f"one of {', '.join(ALONE)}, or some of: {'; '.join(CASES)}"
+    )
     parser.add_argument("--shape", default="10M", help=f"{', '.join(SHAPES)}, or a Hugging Face configuration")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--natural", action="store_true", help="geometric lengths instead of --new_tokens for all")
@@ -254,7 +256,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     for name in args.cases:
         if name not in CASES and args.cases not in [[alone] for alone in ALONE]:
-            parser.error(f"--cases: {name!r} given; allowed: {', '.join(ALONE)}, or some of: {'; '.join(CASES)}")
+            parser.error(f"--cases: {name!r} given; allowed: one of {', '.join(ALONE)}, or some of: {'; '.join(CASES)}")
     return args
 
 

@@ -93,7 +93,10 @@ def test_cases_are_selected_by_name():
 def test_an_unknown_case_is_an_error(capsys):
     with pytest.raises(SystemExit):
         parse(["--cases", "120M bf16 b65"])
-    assert "'120M bf16 b65' given; allowed: all, families, native, or some of: 120M bf16 b64" in capsys.readouterr().err
+    assert (
+        "'120M bf16 b65' given; allowed: one of all, families, native, or some of: 120M bf16 b64"
+        in capsys.readouterr().err
+    )
 
 
 def test_natural_lengths_are_geometric():
