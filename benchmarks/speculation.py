@@ -1,11 +1,13 @@
 """The gain of speculation, against the same rollouts without it, in turns: the tail of a batch, and the whole.
 
     torchrun --nproc_per_node=1 -m benchmarks.speculation --shape 7M
+    torchrun --nproc_per_node=1 -m benchmarks.speculation --shape qwen3_5        # recurrent layers
 
 64 rows have natural lengths, of a few tokens to the limit; the tail is the time from the end of the 60th row to that of
 the last one.
 
 greedy: greedy text of new prompts, which repeats itself: drafts come from the rows' own texts.
+again: greedy text of prompts that come back, as evaluations have it: drafts come from earlier rollouts.
 same: four samples of each of 16 prompts that come back in every iteration, with other seeds: drafts come from the
     rows' own texts, the other samples and earlier rollouts.
 random: sampled text of new prompts. Drafts cannot help, if the weights are random.
@@ -23,10 +25,12 @@ import torch
 
 import hybrid
 from benchmarks import results, tables
-from benchmarks.overhead import PLAIN, SHAPES, engine_of, llama
+from benchmarks.families import FUSED
+from benchmarks.overhead import PLAIN, SHAPES, engine_of
 from benchmarks.ranks import print_on_rank_0, start_ranks
+from benchmarks.rollout_features import model_of
 
-CASES = ("greedy", "same", "random", "full")
+CASES = ("greedy", "again", "same", "random", "full")
 TAIL = 4  # rows
 
 
@@ -55,7 +59,7 @@ class Way:
 def make_engine(shape: str, speculation: dict | None) -> hybrid.HybridEngine:
     """An engine over a model of a shape with random weights."""
     torch.manual_seed(0)
-    model = llama(*SHAPES[shape])
+    model = model_of(shape)
     model.generation_config.eos_token_id = model.config.eos_token_id = None  # rows end by their limits
     return engine_of(model, {"speculation": speculation}, PLAIN)
 
@@ -74,16 +78,18 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
     ways = [Way(make_engine(arguments.shape, settings)) for settings in (None, {"max_draft": arguments.max_draft})]
     rows, longest = arguments.rows, arguments.new
     vocabulary = ways[0].engine.module.config.vocab_size
-    sampling = {"temperature": 0.0} if case == "greedy" else {"temperature": arguments.temperature}
+    sampling = {"temperature": 0.0} if case in ("greedy", "again") else {"temperature": arguments.temperature}
     limits = torch.full((rows,), longest) if case == "full" else natural_lengths(rows, longest)
     generator = torch.Generator().manual_seed(0)
 
     def new_prompts() -> torch.Tensor:
         return torch.randint(10, vocabulary, (rows, arguments.prompt), generator=generator)
 
-    same = new_prompts()[: rows // 4].repeat_interleave(4, dim=0)[torch.randperm(rows)]
+    again = new_prompts()
+    same = again[: rows // 4].repeat_interleave(4, dim=0)[torch.randperm(rows)]
     for seed in range(arguments.warm_up + arguments.repetitions):
-        ids = same if case == "same" else new_prompts()
+        ids = {"again": again, "same": same}.get(case)
+        ids = new_prompts() if ids is None else ids
         params = hybrid.SamplingParams(max_new_tokens=longest, seed=seed, **sampling)
         turn = ways if seed % 2 else ways[::-1]
         batches = [way.rollout(ids, params, limits) for way in turn]
@@ -108,7 +114,7 @@ def main() -> None:
     """Measure what the command line asks for."""
     parser = results.parser(__doc__, rows=64, max_draft=8, repetitions=5)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--shape", choices=SHAPES, default="7M")
+    parser.add_argument("--shape", choices=[*SHAPES, *FUSED], default="7M")
     parser.add_argument("--prompt", type=int, default=16, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=384, help="maximum tokens of a completion")
     parser.add_argument("--temperature", type=float, default=1.0)

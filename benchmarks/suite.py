@@ -126,6 +126,7 @@ RUNS = (
     Run("rollout_features-system", "rollout_features", "system --shape qwen3_5", 5, 1),
     Run("rollout_features-partial", "rollout_features", "partial", 2, 1),
     Run("speculation", "speculation", "--shape 7M", 4, 1),
+    Run("speculation-recurrent", "speculation", "--shape qwen3_5", 4, 1),
     Run("demo_seeds", "demo_seeds", "", 24),
     Run("trl_sums", "trl_sums", "", 12, needs="trl"),
     Run("stories", "stories", "--model {stories}", 12, needs=f"{STORIES}/config.json"),

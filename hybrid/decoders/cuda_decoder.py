@@ -260,8 +260,11 @@ class CudaDecoder(TorchDecoder):
         """Return the logits after every token of a batch, float32 [tokens, vocabulary]; valid until the next call.
 
         Runs as a decode step in which each token is a sequence of its own, over its sequence's blocks: a layer writes
-        all keys and values before its attention reads them. So it is a graph, by the kernels of other steps.
+        all keys and values before its attention reads them. So it is a graph, by the kernels of other steps. Recurrent
+        layers read a sequence's tokens one after the other, as prefill does.
         """
+        if self.spec.is_recurrent:
+            return self.logits(self.forward(batch, kv))
         return self.decode(one_token_each(batch), kv)
 
     def _load(self, batch: PackedBatch, kv: PagedKV) -> int:

@@ -8,6 +8,7 @@ position and logits, so a drafted token is accepted exactly if it is the one tha
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -141,8 +142,51 @@ class VerifiedTokens:
         return sum(self.counts) - self.steps * len(self.counts)
 
 
+class StateCopies:
+    """Copies of recurrent states from before drafts: a state that has read a refused token does not go back by itself.
+
+    batch, kv: the sequences, and their states; a model may have none.
+    spare_slots: int32 [sequences], for the copies; None: the model has no recurrent states.
+
+    unread: of each sequence, accepted tokens that its states have not read. They come first in its next forward.
+    """
+
+    def __init__(self, batch: PackedBatch, kv: PagedKV, spare_slots: torch.Tensor | None):
+        self.unread: list[list[int]] = [[] for _ in range(len(batch.ids))]
+        self.states: list[torch.Tensor] = []
+        if spare_slots is not None:
+            assert batch.state_slots is not None, "sequences of a recurrent model have states"
+            self.states = [tensor for tensors in kv.states.values() for tensor in tensors]
+            self.slots, self.spare_slots = batch.state_slots.long(), spare_slots.long()
+
+    def save(self, drafts: list[list[int]]) -> None:
+        """Copy the states of the sequences that have a draft."""
+        if self.states:
+            self._copy(self.slots, self.spare_slots, [index for index, draft in enumerate(drafts) if draft])
+
+    def settle(self, runs: list[list[int]], refused: list[int]) -> None:
+        """After a forward over each sequence's run of tokens, restore the states of those with refused tokens.
+
+        refused: the number of each run's last tokens that were refused.
+        """
+        if self.states:
+            self.unread = [run[:-count] if count else [] for run, count in zip(runs, refused, strict=True)]
+            self._copy(self.spare_slots, self.slots, [index for index, count in enumerate(refused) if count])
+
+    def _copy(self, sources: torch.Tensor, targets: torch.Tensor, sequences: list[int]) -> None:
+        at = torch.tensor(sequences, dtype=torch.int64, device=sources.device)
+        for state in self.states if sequences else ():
+            state.index_copy_(0, targets[at], state.index_select(0, sources[at]))
+
+
 def verify_steps(
-    decoder: AnyDecoder, batch: PackedBatch, kv: PagedKV, sampling: SamplingState, drafting: Drafting, steps: int
+    decoder: AnyDecoder,
+    batch: PackedBatch,
+    kv: PagedKV,
+    sampling: SamplingState,
+    drafting: Drafting,
+    steps: int,
+    spare_slots: torch.Tensor | None = None,
 ) -> VerifiedTokens:
     """Decode and sample with up to `steps` forwards over each sequence's latest token and a draft.
 
@@ -150,62 +194,87 @@ def verify_steps(
     single steps, to the bit where a row's logits do not depend on its batch. Stops after a step in which a sequence
     ends, by a stop token or its limit. Waits for the device at each step.
 
+    Where a token is refused, recurrent states become those of before the forward. The tokens that were accepted in it
+    are read again in the sequence's next forward, or in one more after the last step.
+
     Args:
         batch: one new token for each sequence; its block tables have room for `steps` drafts, as far as limits allow.
         sampling: of the next tokens; it does not depend on the tokens before them but by the logits.
         drafting: of the same sequences. New tokens are appended to the own texts.
+        spare_slots: as `StateCopies`'s.
     """
     assert sampling.token_ids is None, "penalties do not know the tokens of drafts"
     device, latest = batch.ids.device, batch.ids.tolist()
     left, stop_token_ids = (sampling.limits - sampling.positions).tolist(), sampling.stop_token_ids.cpu()
     stops = set(stop_token_ids.tolist())
     vocabulary = decoder.spec.vocab_size if decoder.vocabulary is None else decoder.vocabulary.size
+    copies = StateCopies(batch, kv, spare_slots)
     counts, drafted = [0] * len(latest), 0
     parts: list[tuple[torch.Tensor, ...]] = []  # of each step: tokens, logprobs, sequences, offsets
     ended = False
     while len(parts) < steps and not ended:
-        # After a draft one more token is drawn.
+        # After a draft one more token is drawn. Tokens that are read again take the place of drafted ones.
         rooms = [limit - count - 1 for limit, count in zip(left, counts, strict=True)]
+        rooms = [min(room, drafting.max_length - len(read)) for room, read in zip(rooms, copies.unread, strict=True)]
         drafts = drafting.draft(rooms, vocabulary, stop_token_ids)
-        packed, sequences, offsets = with_drafts(batch, latest, counts, drafts)
-        drawn = sampling.sample_at(decoder.verify(packed, kv), sequences, offsets)
+        copies.save(drafts)
+        runs = [[*read, token, *draft] for read, token, draft in zip(copies.unread, latest, drafts, strict=True)]
+        packed, sequences, offsets = packed_runs(batch, runs, first_offsets(counts, copies.unread))
+        logits = decoder.verify(packed, kv)
+        if any(copies.unread):
+            is_new = offsets >= torch.tensor(counts, device=device)[sequences]
+            logits, sequences, offsets = logits[is_new], sequences[is_new], offsets[is_new]
+        drawn = sampling.sample_at(logits, sequences, offsets)
         tokens, first = drawn.tokens.tolist(), 0
         kept: list[int] = []
+        refused: list[int] = []
         drafted += sum(map(len, drafts))
         for index, draft in enumerate(drafts):
             after = tokens[first : first + 1 + len(draft)]
             equal = next((i for i, token in enumerate(draft) if token != after[i]), len(draft))
             new = after[: equal + 1]  # stop tokens are not drafted: only the last one can be one
             kept += range(first, first + len(new))
+            refused.append(len(draft) - equal)
             first += len(after)
             latest[index] = new[-1]
             counts[index] += len(new)
             drafting.accept(index, len(draft), new)
             ended |= new[-1] in stops or counts[index] == left[index]
+        copies.settle(runs, refused)
         at = torch.tensor(kept, device=device)
         parts.append((drawn.tokens[at], drawn.per_token()[:, at], sequences[at], offsets[at]))
+    if any(copies.unread):
+        decoder.forward(packed_runs(batch, copies.unread, first_offsets(counts, copies.unread))[0], kv)
     new_tokens, logps, owners, distances = (torch.cat(tensors, dim=-1) for tensors in zip(*parts, strict=True))
     return VerifiedTokens(new_tokens, logps, owners, distances, counts, drafting.lengths, drafted, len(parts))
 
 
-def with_drafts(
-    batch: PackedBatch, latest: list[int], counts: list[int], drafts: list[list[int]]
+def first_offsets(counts: list[int], unread: list[list[int]]) -> list[int]:
+    """Return where each sequence's unread tokens begin.  counts: its tokens before its latest one, as offsets are."""
+    return [count - len(read) for count, read in zip(counts, unread, strict=True)]
+
+
+def packed_runs(
+    batch: PackedBatch, runs: list[list[int]], offsets: list[int]
 ) -> tuple[PackedBatch, torch.Tensor, torch.Tensor]:
-    """Pack each sequence's latest token and draft; return the batch, and of each of its tokens the sequence, and the
-    new tokens of the sequence up to it, int64 [tokens] each.  counts: of each sequence, new tokens after `batch`."""
-    tokens: list[int] = []
-    sequences: list[int] = []
-    offsets: list[int] = []
-    bounds = [0]
-    for index, draft in enumerate(drafts):
-        tokens += [latest[index], *draft]
-        sequences += [index] * (1 + len(draft))
-        offsets += range(counts[index], counts[index] + 1 + len(draft))
-        bounds.append(len(tokens))
-    ids, owners, distances = torch.tensor([tokens, sequences, offsets], device=batch.ids.device)
-    positions = batch.positions[owners] + distances.int()
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=batch.ids.device)
+    """Pack a run of tokens of each sequence; sequences with an empty run are left out.
+
+    offsets: the number of a sequence's tokens from `batch`'s on to its run's first token; negative before it.
+
+    Returns the batch, and of each of its tokens the sequence and the offset, int64 [tokens] each.
+    """
+    device, running = batch.ids.device, [index for index, run in enumerate(runs) if run]
+    owners = [index for index in running for _ in runs[index]]
+    distances = [offsets[index] + place for index in running for place in range(len(runs[index]))]
+    tokens = [token for run in runs for token in run]
+    ids, of_token, places = torch.tensor([tokens, owners, distances], device=device)
+    positions = batch.positions[of_token] + places.int()
+    bounds = list(accumulate((len(runs[index]) for index in running), initial=0))
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
     lengths = positions[cu_seqlens[1:].long() - 1] + 1
-    adapters = None if batch.adapters is None else batch.adapters[owners]
-    packed = PackedBatch(ids, positions, cu_seqlens, lengths, batch.block_tables, adapters=adapters)
-    return packed, owners, distances
+    tables, slots = batch.block_tables, batch.state_slots
+    if len(running) < len(runs):
+        kept = torch.tensor(running, device=device)
+        tables, slots = tables[kept], None if slots is None else slots[kept]
+    adapters = None if batch.adapters is None else batch.adapters[of_token]
+    return PackedBatch(ids, positions, cu_seqlens, lengths, tables, slots, adapters), of_token, places

@@ -81,7 +81,7 @@ class BlockPool:
         self.states: States = {}  # as `PagedKV.states`
         self.free_slots: list[int] = []
         self.kept_states: dict[int, KeptState] = {}  # by cached block, the least recently used first
-        self.num_slots = self.slot_bytes = 0
+        self.num_slots = self.slot_bytes = self.call_slots = 0
 
     def begin_call(
         self,
@@ -126,6 +126,7 @@ class BlockPool:
 
         num_blocks, forward_bytes: as for `reserve_call`. Slots that they leave room for are not taken away.
         """
+        self.call_slots = num_slots
         for_blocks = (num_blocks + 1) * self.block_bytes
         free = self.free_bytes() if self.affordable_bytes is None else self.affordable_bytes
         for_states = (free - forward_bytes() + self.nbytes()) * RESERVED_SHARE - for_blocks
@@ -241,12 +242,12 @@ class BlockPool:
         """Whether sequences that begin alike share blocks."""
         return self.make_states is None
 
-    def num_seqs_within_limit(self, tokens: int, num_seqs: int) -> int:
+    def num_seqs_within_limit(self, tokens: int, num_seqs: int, verifies: bool = False) -> int:
         """Return how many of `num_seqs` sequences of up to `tokens` tokens the limit leaves slots for; at least 1. A
-        group whose rows wait has a slot too."""
+        group whose rows wait has a slot too, and a sequence has one more for copies if it `verifies` drafts."""
         if self.make_states is None or self.limit_bytes is None:
             return num_seqs
-        each = 2 * self.slot_bytes + blocks_for(tokens) * self.block_bytes
+        each = (2 + verifies) * self.slot_bytes + blocks_for(tokens) * self.block_bytes
         return max(min(num_seqs, self.limit_bytes // each), 1)
 
     def allocate_states(self, count: int) -> list[int]:

@@ -29,6 +29,7 @@ from hybrid.generation.sequence import Sequence
 from hybrid.runtime.interrupts import INTERRUPTS
 from hybrid.sampling.state import SamplingState
 
+COPIED_STATES = 8  # slots for copies of recurrent states, in addition to those of rows that have ended
 LOGIT_ROWS = 256  # tokens whose logits are in memory at once while sequences are scored
 
 
@@ -291,13 +292,23 @@ class ModelRunner(RunningSequences):
         self.lengths, self.steps = self.lengths + len(drawn), self.steps + len(drawn)
         return drawn, logps
 
+    @property
+    def may_verify(self) -> bool:
+        """Whether steps may verify drafts: each row's recurrent states need a second slot."""
+        return self.block_pool.shares_prefixes or 2 * len(self) < self.block_pool.call_slots
+
     def verified_steps(
         self, tokens: torch.Tensor, sampling: SamplingState, drafting: Drafting, steps: int
     ) -> VerifiedTokens:
         """Append tokens, int64 [rows], and drafts, keep those that are drawn, and so on, up to `steps` times. Rows get
         different numbers of tokens."""
         self.allocate_slots(steps * (1 + drafting.max_length))
-        verified = verify_steps(self.decoder, self._batch(tokens), self.block_pool.kv, sampling, drafting, steps)
+        spare_slots, pool = None, self.block_pool
+        if not pool.shares_prefixes:
+            spare_slots = torch.tensor(pool.allocate_states(len(self)), dtype=torch.int32, device=self.device)
+        verified = verify_steps(self.decoder, self._batch(tokens), pool.kv, sampling, drafting, steps, spare_slots)
+        if spare_slots is not None:
+            pool.free_states(spare_slots.tolist())
         self.lengths = self.lengths + torch.tensor(verified.counts, dtype=torch.int32, device=self.device)
         self.steps += verified.steps
         pairs = zip(self.offsets, verified.counts, strict=True)
@@ -351,16 +362,24 @@ class ModelRunner(RunningSequences):
 
 
 def reserve_memory(
-    decoder: AnyDecoder, block_pool: BlockPool, num_seqs: int, num_blocks: int, longest: int, decodes: bool = True
+    decoder: AnyDecoder,
+    block_pool: BlockPool,
+    num_seqs: int,
+    num_blocks: int,
+    longest: int,
+    decodes: bool = True,
+    verifies: bool = False,
 ) -> None:
     """Reserve a call's blocks and recurrent states. If free memory does not hold all blocks and what forward passes
     need, the pool's limit is lowered: rows wait for others' blocks.
 
     num_seqs, num_blocks: the most at once.  longest: tokens of the longest sequence.  decodes: as for `forward_bytes`.
+    verifies: steps may verify drafts, which takes copies of recurrent states.
     """
     forwards = partial(forward_bytes, decoder, num_seqs, longest, decodes)
     if not block_pool.shares_prefixes:
-        block_pool.reserve_states(num_seqs + 1, num_blocks, forwards)
+        copies = min(num_seqs, COPIED_STATES) if verifies else 0
+        block_pool.reserve_states(num_seqs + 1 + copies, num_blocks, forwards)
     block_pool.reserve_call(num_blocks, forwards, blocks_for(longest))
     if decoder.group is not None:
         block_pool.agree_on_call(decoder.group.gather, decoder.device)

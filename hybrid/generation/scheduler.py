@@ -137,7 +137,8 @@ class Scheduler:
     ):
         self.input_prefill = input_prefill
         self.request, self.decoder, self.block_pool = request, decoder, block_pool
-        self.max_num_seqs = block_pool.num_seqs_within_limit(request.longest, max_num_seqs)
+        verifies = speculator is not None
+        self.max_num_seqs = block_pool.num_seqs_within_limit(request.longest, max_num_seqs, verifies)
         self.phase = phase
         self.environment, self.on_end, self.accept_group = environment, on_end, accept_group
         # A graph samples from slices of the vocabulary with one setting for all rows.
@@ -173,8 +174,7 @@ class Scheduler:
         self.pending_env = set() if environment is None else environment.pending  # rows
         self.steps_left = request.max_new_tokens  # until a running sequence ends, or, in kernels on devices, until all
         # Drafts are verified where a draw depends on its key, position and logits alone.
-        # A draft that is refused would need the recurrent states before it.
-        drafts = self.processors is None and not self.params.penalizes and block_pool.shares_prefixes
+        drafts = self.processors is None and not self.params.penalizes
         self.speculation = self.speculation_by(speculator) if speculator is not None and drafts else None
         self.waiting: list[SequenceGroup] = []
         self.stop_trackers = [StopTracker.of(condition) for condition in request.stop_conditions]
@@ -259,7 +259,8 @@ class Scheduler:
         waits = len(of_rows) > num_seqs
         num_blocks = sum(sorted(of_rows)[-num_seqs:]) + sum(sorted(shared)[-(num_seqs + waits) :]) + waits
         num_seqs, longest = min(self.max_num_seqs, len(of_rows)), self.request.longest
-        reserve_memory(self.decoder, self.block_pool, num_seqs, num_blocks, longest)
+        verifies = self.speculation is not None
+        reserve_memory(self.decoder, self.block_pool, num_seqs, num_blocks, longest, verifies=verifies)
         self.decoder.reserve(longest)
 
     # ------------------------------------------------------------- admitting
@@ -371,7 +372,7 @@ class Scheduler:
         """Decode by single steps or by steps that verify drafts, then remove the sequences that have ended."""
         start = time.perf_counter()
         verified = None
-        if self.speculation is not None and self.may_verify():
+        if self.speculation is not None and self.may_verify() and self.runner.may_verify:
             running = ((sequence.row, sequence.length) for sequence in self.runner.sequences)
             drafting = self.speculation.plan(*zip(*running, strict=True))
             start = time.perf_counter() if drafting is None else start

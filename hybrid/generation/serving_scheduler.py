@@ -212,7 +212,8 @@ class ServingScheduler(Scheduler):
     def reserve(self) -> None:
         """Reserve the memory of all slots."""
         num_seqs, longest = self.max_num_seqs, self.request.longest
-        reserve_memory(self.decoder, self.block_pool, num_seqs, num_seqs * blocks_for(longest), longest)
+        num_blocks, verifies = num_seqs * blocks_for(longest), self.speculation is not None
+        reserve_memory(self.decoder, self.block_pool, num_seqs, num_blocks, longest, verifies=verifies)
         self.decoder.reserve(longest)
 
     # -------------------------------------------------------------- arrivals

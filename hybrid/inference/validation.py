@@ -111,8 +111,6 @@ def invalid_settings(info: ModelInfo, config: InferenceConfig) -> Iterator[Inval
         is_missing = info.layout is None  # reading the layout records the reason
         none = f"only fused decoders verify drafts, and {kind} has none ({info.reasons.get('layout')}); {remedy}"
         yield InvalidSetting(is_missing, "speculation", None, none)
-        recurrent = f"{kind} has recurrent layers, whose states do not go back to before a draft; {remedy}"
-        yield InvalidSetting(info.is_recurrent, "speculation", None, recurrent)
     if policy is not None:
         other = "replace_with_kernel_inject=true or moe.ep_size is given too; give one of them"
         yield InvalidSetting(injects or expert_parallel_size(config.moe) > 1, "injection_policy", None, other)

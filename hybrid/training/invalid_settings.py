@@ -170,8 +170,6 @@ def invalid_for_model(
         yield InvalidSetting(not routers_of(info.model), "rollout.return_router_indices", True, none)
     if rollout.speculation is not None:
         yield from without_decoder(info, rollout, "rollout.speculation", None, "verify drafts", "leave it out")
-        recurrent = f"{kind} has recurrent layers, whose states do not go back to before a draft; leave it out"
-        yield InvalidSetting(info.is_recurrent, "rollout.speculation", None, recurrent)
     require_decoder_slices(info, settings, rollout)
     if isinstance(size, int) and size > 1:
         for attention in () if info.tp_plan is None else info.tp_plan.attentions:

@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
 
+from hybrid.config import SpeculationConfig
 from hybrid.decoders.batch import KVWeights
 from hybrid.decoders.cuda_decoder import CudaDecoder, ShardedCudaDecoder
 from hybrid.decoders.decoder_weights import DecoderWeights
@@ -23,6 +24,7 @@ from hybrid.generation.block_pool import BlockPool
 from hybrid.generation.completions import Completions
 from hybrid.generation.request import Request
 from hybrid.generation.scheduler import Scheduler
+from hybrid.generation.speculation import Speculator
 from hybrid.kernels.host_group import on_host
 from hybrid.models.model_info import ModelInfo
 from hybrid.models.reader import read_decoder
@@ -42,6 +44,7 @@ from tests.generation.test_scheduler import request_of
 from tests.marks import slow_but
 from tests.sampling_params import params_of
 from tests.tiny_models import RECURRENT, VOCABULARY, in_float64, tiny_model, with_peft
+from tests.training.test_speculation import forced
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 QUICK = ["qwen3_5_text", "falcon_h1", "lfm2"]
@@ -240,10 +243,17 @@ def request(stop_token_id: int = -1, rows: int = 6) -> Request:
 
 
 @torch.no_grad()
-def completions_of(request: Request, decoder: TorchDecoder, max_num_seqs: int, steps: int, pool: BlockPool):
+def completions_of(
+    request: Request,
+    decoder: TorchDecoder,
+    max_num_seqs: int,
+    steps: int,
+    pool: BlockPool,
+    speculator: Speculator | None = None,
+) -> Completions:
     pool.begin_call(decoder.kv, KVWeights(1, 0), decoder.states)
     phase = lambda name: contextlib.nullcontext()  # noqa: E731
-    completions = Scheduler(request, decoder, pool, max_num_seqs, phase, steps).run()
+    completions = Scheduler(request, decoder, pool, max_num_seqs, phase, steps, speculator=speculator).run()
     assert len(pool.free_slots) + len(pool.kept_states) == pool.num_slots, "slots were not given back"
     return completions
 
@@ -273,6 +283,21 @@ def test_the_loop_in_graphs_gives_the_tokens_of_the_decoder_in_torch(family, mon
         require_equal(completions_of(stopping, decoder, 3, 4, BlockPool(32)), expected)
         captured = decoder.graphs.capture.captured
     assert decoder.eager_reason == "" and captured == len(decoder.graphs), "the second call captured again"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", slow_but(["qwen3_5_text"], ["qwen3_5_text", "bamba", "lfm2"]))
+def test_refused_drafts_leave_no_trace_in_states(family):
+    """Rows draft once half of the others have ended; in the second call most drafts are right: the history has them."""
+    decoder, speculator = cuda_decoder(small(family)), Speculator(SpeculationConfig(ngram=1, max_draft=3))
+    drafting = replace(request(), max_new_tokens=16, limits=torch.tensor([2, 16, 3, 16, 2, 15]))
+    expected = completions_of(drafting, decoder, 6, 4, BlockPool(32))
+    counts = []  # drafted and accepted
+    for _ in range(2):
+        with forced():
+            require_equal(completions_of(drafting, decoder, 6, 4, BlockPool(32), speculator), expected)
+        counts.append(speculator.taken_counters()[:2])
+    assert counts[0][0] > counts[0][1] and counts[1][1] > 10, counts
 
 
 @pytest.mark.slow

@@ -16,12 +16,14 @@ import torch.distributed as dist
 import hybrid
 from hybrid import EnvironmentLimits, SamplingParams, StopAfter
 from hybrid.config import RolloutConfig, SpeculationConfig, read_block
+from hybrid.decoders.drafts import StateCopies
 from hybrid.decoders.selection import TORCH
+from hybrid.generation.model_runner import COPIED_STATES
 from hybrid.generation.speculation import PROBE_SHARE, Pace, RolloutHistory, Speculation, key_of
 from hybrid.kernels.cpu_library import cpu_library
 from tests.engines import engine_of, settings, train_step
 from tests.marks import slow_but
-from tests.tiny_models import ADAPTERS, VOCABULARY, prompts, tiny_model
+from tests.tiny_models import ADAPTERS, RECURRENT, VOCABULARY, prompts, tiny_model
 from tests.training.test_environments import Echo
 
 pytestmark = pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler here")
@@ -126,6 +128,47 @@ def test_adapters(ranks, lora):
 def test_a_mixture_of_experts_and_its_routers_choices(ranks, mode):
     blocks = {**MODES[mode], "rollout": {"return_router_indices": True, "max_num_seqs": 4}}
     ranks.run(check_rollouts, blocks, SAMPLING, "mixtral")
+
+
+def check_recurrent_states(family: str, blocks: dict) -> None:
+    """A refused draft leaves no trace in a row's states."""
+    check_rollouts(blocks, SAMPLING, family)
+    engine, plain = engines(blocks, family=family, ngram=1)  # a token that has come before is a match
+    ids, mask = prompts(6, 20, padded=True)
+    limits = torch.tensor([9, 40, 12, 40, 10, 39])
+    refused: list[int] = []
+    settle = StateCopies.settle
+
+    def counted(self, runs, counts):
+        refused.extend(count for count in counts if count)
+        settle(self, runs, counts)
+
+    with pytest.MonkeyPatch.context() as patch, forced():
+        patch.setattr(StateCopies, "settle", counted)
+        for seed in (7, 7, 8):
+            request = replace(SAMPLING, seed=seed, stop_token_ids=())
+            require_equal(*(each.rollout(ids, mask, request, max_new_tokens=limits) for each in (engine, plain)))
+    assert len(refused) > 3 and max(refused) > 1, refused
+    slots, without = (each._generator.block_pool.num_slots for each in (engine, plain))
+    assert 0 < slots - without <= COPIED_STATES, "the storage of states has grown during a call"
+
+
+RECURRENT_MODES = {
+    **{name: MODES[name] for name in ("one rank", "tensor parallel", "streamed")},
+    "few at once": {"rollout": {"max_num_seqs": 5}},
+    "prefix caching": {"rollout": {"enable_prefix_caching": True}},
+}
+
+
+@pytest.mark.parametrize("mode", slow_but(["tensor parallel"], RECURRENT_MODES))
+@pytest.mark.parametrize("family", slow_but(["qwen3_5_text"], ["qwen3_5_text", "falcon_h1", "mamba2"]))
+def test_recurrent_states(ranks, family, mode):
+    ranks.run(check_recurrent_states, family, RECURRENT_MODES[mode])
+
+
+@pytest.mark.parametrize("family", slow_but(["lfm2"], sorted(RECURRENT)))
+def test_every_recurrent_family(ranks, family):
+    ranks.run(check_recurrent_states, family, {})
 
 
 class Rewriting(Echo):
