@@ -122,9 +122,7 @@ class FusedModel:
         """Return why recurrent layers, latent attention or layers that differ cannot run fused; "" if they can, or if
         there are none."""
         spec, reason = self.layout.spec, ""
-        if spec.is_recurrent and self._int8_weights():
-            reason = spec.recurrent_reason("are not tried over int8 weights")
-        elif self.on_triton and (lack := no_triton_reason(spec, self.blank.embedding().dtype)):
+        if self.on_triton and (lack := no_triton_reason(spec, self.blank.embedding().dtype)):
             reason = lack
         elif spec.per_layer_input_size and self.stream is not None:
             reason = "per-layer inputs are made of weights outside the layers, which are not streamed with them"

@@ -19,6 +19,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+CACHES = "past_key_values", "cache_params"  # keyword arguments with a Hugging Face cache (transformers 5.23)
+
 
 class KVCache:
     """The engine's storage for a Hugging Face cache: one pair of buffers per layer, used again by the next call.

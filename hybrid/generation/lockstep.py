@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.generation.block_pool import BlockPool, blocks_for
 from hybrid.generation.completions import Completions, InvalidLogitsError
-from hybrid.generation.hf_cache import KVCache, has_rows, is_empty, is_filled, select_rows
+from hybrid.generation.hf_cache import CACHES, KVCache, has_rows, is_empty, is_filled, select_rows
 from hybrid.generation.model_runner import ModelRunner, prefill
 from hybrid.generation.request import SUPPORTED, GenerateInputs, given_names
 from hybrid.generation.sequence import Sequence
@@ -26,8 +26,6 @@ from hybrid.runtime.profiling import Phase
 from hybrid.sampling.params import SamplingParams
 from hybrid.sampling.sampler import sample_tokens, selective_log_softmax
 from hybrid.sampling.vocabulary import whole_logits
-
-CACHES = "past_key_values", "cache_params"  # keyword arguments with a Hugging Face cache (transformers 5.23)
 
 
 class Outputs:
@@ -89,7 +87,7 @@ class NativeForward:
         user_defined = getattr(cache, "_is_user_defined", False) or config.return_dict_in_generate
         ours = isinstance(cache, Cache) and not user_defined
         plain = (
-            given_names(self.kwargs) <= {*SUPPORTED, *CACHES, *model_inputs}
+            given_names(self.kwargs) <= {*SUPPORTED, *model_inputs}
             and self.kwargs.get("use_cache")
             and config.prefill_chunk_size is None
         )

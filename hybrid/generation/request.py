@@ -13,6 +13,7 @@ from transformers import DynamicCache, EosTokenCriteria, GenerationConfig, MaxLe
 from transformers.generation import logits_process as processes
 from transformers.generation.streamers import BaseStreamer
 
+from hybrid.generation.hf_cache import CACHES, is_empty
 from hybrid.models.model_inputs import NO_INPUTS, RowInputs, is_model_input, split_inputs
 from hybrid.models.placeholders import Placeholders
 from hybrid.rollout import EnvironmentLimits, RolloutBatch, StopAfter, UnfinishedRows
@@ -21,7 +22,7 @@ from hybrid.sampling.sampler import PER_TOKEN
 
 ENCODED = "mm_encoder_outputs"  # of images, by `generate()` (transformers 5.23)
 # Arguments of a decoding method that the fused decoder supports (transformers 5.23).
-SUPPORTED = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
+SUPPORTED = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position", *CACHES}
 # Processors whose result for a row is a function of that row's ids and scores alone (transformers 5.23). A user's
 # processor declares this by an attribute `rowwise = True`.
 ROWWISE = (
@@ -413,7 +414,8 @@ class GenerateInputs:
 
         model_inputs: names of these inputs; their positions are the model's.
         """
-        cache, mask = self.model_kwargs.get("past_key_values"), self.model_kwargs.get("attention_mask")
+        caches = {name: self.model_kwargs[name] for name in CACHES if self.model_kwargs.get(name) is not None}
+        mask = self.model_kwargs.get("attention_mask")
         unsupported = given_names(self.model_kwargs) - SUPPORTED - set(model_inputs)
         if model.config.is_encoder_decoder:
             return "generate: the model is an encoder-decoder (fused are decoders alone)"
@@ -423,8 +425,8 @@ class GenerateInputs:
             return f"generate: {', '.join(sorted(unsupported))} given (fused takes input_ids and attention_mask)"
         if self.config.cache_implementation is not None:
             return f"generate: cache_implementation={self.config.cache_implementation!r} (leave it out)"
-        if cache is not None and (type(cache) is not DynamicCache or cache.get_seq_length() > 0):
-            return "generate: past_key_values given (leave them out: fused keeps its own blocks)"
+        if any(type(cache) is not DynamicCache or not is_empty(cache) for cache in caches.values()):
+            return f"generate: {', '.join(caches)} given (leave them out: fused keeps its own blocks)"
         mask = torch.ones_like(self.input_ids) if mask is None else mask
         if (
             mask.shape != self.input_ids.shape

@@ -8,7 +8,7 @@ round where Hugging Face's modules round (transformers 5.23).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch.nn import functional as F
@@ -85,13 +85,19 @@ class GatedDeltaNet:
             ("delta_qkv", "conv"), (WeightPart(self.keys), WeightPart(self.keys), WeightPart(self.values))
         )
 
+    def projected(self, x: torch.Tensor, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the convolution reads, [tokens, channels], and the gate of the output, [tokens, values].
+
+        layer: a MixerLayer, or a KernelLayer.
+        """
+        if {"delta_conv_in.weight", "delta_q.weight"} & layer.weights.keys():  # joined, or int8 and apart in memory
+            return layer.linear("delta_conv_in", x), layer.linear("delta_z", x)
+        return layer.linear("delta_in", x).split([self.channels, self.values], dim=-1)
+
     def mixed(self, x: torch.Tensor, layer: MixerLayer) -> torch.Tensor:
         """Return the mixer's output for x [tokens, hidden], and update the states of its sequences."""
         linear, weights = layer.linear, layer.weights
-        if "delta_in.weight" in weights:
-            qkv, z = linear("delta_in", x).split([self.channels, self.values], dim=-1)
-        else:
-            qkv, z = linear("delta_conv_in", x), linear("delta_z", x)
+        qkv, z = self.projected(x, layer)
         b, a = linear("delta_ba", x).chunk(2, dim=-1)
         qkv = F.silu(layer.convolved(qkv))
         q, k, v = qkv.split([self.keys, self.keys, self.values], dim=-1)

@@ -40,11 +40,8 @@ CHUNK_VALUES = 16  # of a program that goes by chunks: the fewest rows of a prod
 
 def delta_net(mixer: GatedDeltaNet, x: torch.Tensor, layer: KernelLayer) -> torch.Tensor:
     """`mixer.mixed` for x [tokens, hidden]."""
-    linear, weights = layer.linear, layer.weights
-    if "delta_in.weight" in weights:
-        qkv, z = linear("delta_in", x).split([mixer.channels, mixer.values], dim=-1)
-    else:
-        qkv, z = linear("delta_conv_in", x), linear("delta_z", x)
+    linear = layer.linear
+    qkv, z = mixer.projected(x, layer)
     b, a = linear("delta_ba", x).chunk(2, dim=-1)
     sizes = mixer.key_heads, mixer.value_heads, mixer.key_dim, mixer.value_dim
     eps = mixer.norm_eps or layer.eps

@@ -163,8 +163,6 @@ def invalid_for_model(
         yield from without_decoder(info, rollout, key, value, "read int8 weights", "use model")
         experts = f"{kind} is a mixture of experts, whose matrices are not quantized in training; use model"
         yield InvalidSetting(info.layout is not None and info.layout.spec.num_experts > 0, key, value, experts)
-        recurrent = f"{kind} has recurrent layers, which are not tried over int8 weights; use model"
-        yield InvalidSetting(info.is_recurrent, key, value, recurrent)
     if rollout.return_router_indices:
         none = f"{kind} has no routers of experts that transformers declares; use false"
         yield InvalidSetting(not routers_of(info.model), "rollout.return_router_indices", True, none)

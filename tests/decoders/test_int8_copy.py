@@ -20,11 +20,12 @@ from hybrid.weights.model_weights import read_weights
 from tests.decoders.test_torch_decoder import distance
 from tests.inference.test_int8 import rounded
 from tests.marks import slow_but
-from tests.tiny_models import tiny_model, with_peft
+from tests.tiny_models import RECURRENT, tiny_model, with_peft
 
 pytest.importorskip("triton", reason="triton is not installed; it comes with torch's CUDA builds")
 from hybrid.decoders.cuda_decoder import Int8CudaDecoder
 from tests.decoders.test_cuda_decoder import DEVICE, NEW, PROMPTS, Decoding, eager_capture, hugging_face, sequences
+from tests.decoders.test_cuda_recurrent import small
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 KINDS = {"triton": Int8CudaDecoder, "torch": Int8Decoder, "cpu": CpuDecoder}
@@ -51,18 +52,24 @@ def decoder_over(copy: Int8Copy, kind: str, max_capture_size: int = 0):
 
 
 CASES = [(kind, family) for kind in KINDS for family in ("llama", "qwen2", "gpt2", "gpt_neox", "bloom")]
+RECURRENT_CASES = [
+    (kind, family) for kind in KINDS for family in ("qwen3_5_text", "bamba", "lfm2", "falcon_h1", "olmo_hybrid")
+]
 
 
 @pytest.mark.parametrize(
     ("kind", "family"),
-    slow_but([("triton", "qwen2"), ("torch", "qwen2"), ("torch", "gpt2"), ("cpu", "gpt_neox")], CASES),
+    slow_but(
+        [("triton", "qwen2"), ("torch", "qwen2"), ("torch", "gpt2"), ("cpu", "gpt_neox"), ("torch", "qwen3_5_text")],
+        CASES + RECURRENT_CASES,
+    ),
 )
 def test_logits_equal_hugging_face_with_rounded_weights(kind, family):
     """Prefill, decode steps in graphs, a token behind a prefix; also after the weights have changed."""
     if kind == "cpu" and (cpu_library() is None or DEVICE == "cuda"):
         pytest.skip("no C++ compiler here, or weights on a GPU")
     layers = {"gpt2": "n_layer", "bloom": "n_layer"}.get(family, "num_hidden_layers")
-    model = tiny_model(family, **{layers: 2}).to(DEVICE).eval()
+    model = (small(family) if family in RECURRENT else tiny_model(family, **{layers: 2})).to(DEVICE).eval()
     ids = sequences(tuple(length + NEW + 1 for length in PROMPTS))
     copy = copy_of(model)
     decoder = decoder_over(copy, kind, max_capture_size=4)

@@ -21,6 +21,7 @@ from tests.training.test_offload_states import torch_adamw_as_fused_adam
 
 INT8 = {"rollout": {"weight_dtype": "int8", "containers": "fused"}}
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
+RECURRENT = [(family, "peft", 3) for family in ("qwen3_5_text", "falcon_h1", "lfm2", "mamba2", "bamba", "olmo_hybrid")]
 
 
 def int8_engine(model: nn.Module, stage: int = 3, dtype: torch.dtype = torch.float32, **blocks) -> hybrid.HybridEngine:
@@ -129,12 +130,13 @@ def require_scores(engine: hybrid.HybridEngine, exact: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("family", "adapter", "stage"),
     slow_but(
-        [("llama", "none", 3), ("llama", "peft", 3), ("gpt2", "none", 1), ("llama", "peft", 2)],
+        [("llama", "none", 3), ("llama", "peft", 3), ("gpt2", "none", 1), ("llama", "peft", 2), RECURRENT[0]],
         [
             *[(family, adapter, 3) for family in ("llama", "gpt2", "gpt_neox", "phi3") for adapter in ("none", "peft")],
             *[(family, "none", 1) for family in ("llama", "gpt2", "bloom", "falcon", "gemma2", "opt")],
             *[("llama", adapter, stage) for adapter in ("peft", "chat") for stage in (0, 2)],
             ("llama", "chat", 3),
+            *RECURRENT,
         ],
     ),
 )
