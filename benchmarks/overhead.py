@@ -39,6 +39,7 @@ WAYS = {
     "LoRA, unmerged": {"lora": "unmerged"},
     "native, LoRA": {"lora": "merged", "containers": "native"},
 }
+NO_OUT_PROJ = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}  # where PEFT refuses to adapt it (0.21.2)
 # Blocks of an engine's configuration: ZeRO-3 as DeepSpeed sets it, and with every parameter partitioned.
 PLAIN = {"zero_optimization": {"stage": 3}, "hybrid_engine": {"enabled": True, "max_out_tokens": 4096}}
 PARTITIONED = {
@@ -80,7 +81,8 @@ def engine_of(
 ) -> hybrid.HybridEngine:
     """An engine over `model` or adapters on it.  rollout: settings of that block.  blocks: the other ones' settings."""
     if lora:
-        adapters = peft.LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
+        refused = ["out_proj"] if model.config.model_type in NO_OUT_PROJ else None
+        adapters = peft.LoraConfig(r=8, target_modules="all-linear", exclude_modules=refused, init_lora_weights=False)
         model = peft.get_peft_model(model, adapters)
     config = {
         "train_micro_batch_size_per_gpu": 1,
