@@ -12,6 +12,7 @@ from tests.engines import engine_of, settings, storage_digest, train_step
 from tests.marks import slow_but
 from tests.serving.requests import mixed_calls, served
 from tests.tiny_models import tiny_model, with_peft
+from tests.training.test_speculation import forced
 
 MODES = {
     "one rank": {},
@@ -41,10 +42,10 @@ def rolled_out(
     return rows
 
 
-def check_server(blocks: dict, adapted: bool) -> None:
+def check_server(blocks: dict, adapted: bool, family: str = "llama") -> None:
     """Ranks serve different requests, also none; what they answer is what their rollouts give."""
     rank = dist.get_rank()
-    model = tiny_model("llama")
+    model = tiny_model(family)
     engine = engine_of(with_peft(model) if adapted else model, settings(3, **blocks))
     calls = mixed_calls(COUNTS[rank], seed=rank)
     for step in range(2):
@@ -95,3 +96,14 @@ def check_scores(engine: hybrid.HybridEngine, prompts: list[list[int]], is_int8:
 )
 def test_requests_get_what_rollouts_of_their_keys_give(ranks, mode, adapted):
     ranks.run(check_server, MODES[mode], adapted)
+
+
+def check_server_that_drafts(family: str) -> None:
+    with forced():
+        check_server(MODES["speculation"], False, family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+def test_requests_that_always_draft(ranks, family):
+    ranks.run(check_server_that_drafts, family)
