@@ -157,7 +157,7 @@ def check_recurrent_states(family: str, blocks: dict) -> None:
 
 
 RECURRENT_MODES = {
-    **{name: MODES[name] for name in ("one rank", "tensor parallel", "streamed")},
+    **{name: MODES[name] for name in ("one rank", "tensor parallel", "streamed", "int8")},
     "few at once": {"rollout": {"max_num_seqs": 5}},
     "prefix caching": {"rollout": {"enable_prefix_caching": True}},
 }
