@@ -374,15 +374,20 @@ def reserve_memory(
     need, the pool's limit is lowered: rows wait for others' blocks.
 
     num_seqs, num_blocks: the most at once.  longest: tokens of the longest sequence.  decodes: as for `forward_bytes`.
-    verifies: steps may verify drafts, which takes copies of recurrent states.
+    verifies: as for `state_slots`.
     """
     forwards = partial(forward_bytes, decoder, num_seqs, longest, decodes)
     if not block_pool.shares_prefixes:
-        copies = min(num_seqs, COPIED_STATES) if verifies else 0
-        block_pool.reserve_states(num_seqs + 1 + copies, num_blocks, forwards)
+        block_pool.reserve_states(state_slots(num_seqs, verifies), num_blocks, forwards)
     block_pool.reserve_call(num_blocks, forwards, blocks_for(longest))
     if decoder.group is not None:
         block_pool.agree_on_call(decoder.group.gather, decoder.device)
+
+
+def state_slots(num_seqs: int, verifies: bool) -> int:
+    """Return the slots of recurrent states of `num_seqs` sequences at once: theirs, a waiting group's, and copies if
+    their steps may verify drafts."""
+    return num_seqs + 1 + (min(num_seqs, COPIED_STATES) if verifies else 0)
 
 
 def forward_bytes(decoder: AnyDecoder, rows: int, tokens: int, decodes: bool = True) -> int:

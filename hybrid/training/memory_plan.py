@@ -11,7 +11,7 @@ from torch import nn
 from hybrid.config import RolloutConfig
 from hybrid.decoders.fused_model import FusedModel
 from hybrid.generation.block_pool import BlockPool, blocks_for
-from hybrid.generation.model_runner import activation_bytes, logit_rows
+from hybrid.generation.model_runner import activation_bytes, logit_rows, state_slots
 from hybrid.models.quantized import state_bytes
 from hybrid.models.spec import DecoderSpec
 from hybrid.runtime.memory import free_bytes
@@ -233,7 +233,7 @@ def need_of(
     vocabulary = info.size("vocab_size")
 
     def need(rows: int, tokens: int) -> Need:
-        kv = kv_bytes(fused, rollout.kv_step, rows, tokens) if rows else 0
+        kv = kv_bytes(fused, rollout, rows, tokens) if rows else 0
         extra = rollout.prefix_cache_bytes if rows and decoder is not None else 0
         kv = min(kv + extra, rollout.kv_cache_bytes or kv + extra)
         ranks = 1 if decoder is None or decoder.group is None else mode.tp_size  # that decode one batch
@@ -270,17 +270,16 @@ def layer_input_bytes(spec: DecoderSpec, dtype: torch.dtype, tokens: int) -> int
     return tokens * ((len(spec.layers) + 1) * spec.hidden_size * dtype.itemsize + experts)
 
 
-def kv_bytes(fused: FusedModel, step: int, rows: int, tokens: int) -> int:
-    """Return the bytes of the KV cache, fused (blocks) or native, for `rows` sequences of `tokens` tokens.
-
-    step: tokens by which the cache grows.
-    """
+def kv_bytes(fused: FusedModel, rollout: RolloutConfig, rows: int, tokens: int) -> int:
+    """Return the bytes of the KV cache, fused (blocks and recurrent states) or native, for `rows` sequences of `tokens`
+    tokens."""
+    step = rollout.kv_step
     if not fused.fallback_reason:
         # Ranks of a group decode one batch: a rank has its heads of all ranks' rows.
         rows, steps = rows * (1 if fused.group is None else fused.group.size), blocks_for(step)
         blocks = -(-(1 + rows * blocks_for(tokens)) // steps) * steps
         block_bytes, slot_bytes = fused.bytes_in_cache()
-        return blocks * block_bytes + (rows + 1) * slot_bytes
+        return blocks * block_bytes + state_slots(rows, rollout.speculation is not None) * slot_bytes
     info = fused.info
     heads = info.size("num_attention_heads")
     kv_heads = info.size("num_key_value_heads") or heads

@@ -56,22 +56,22 @@ def engine_with(
     return engine_of(model, settings(stage, hybrid_engine={"tp_gather_partition_size": 1, **block}, rollout=rollout))
 
 
-def check_plan(family: str, adapter: str, stage: int, lanes: int | None = None) -> None:
+def check_plan(family: str, adapter: str, stage: int, lanes: int | None = None, **rollout) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if lanes is not None:
             library = opened(built((*PORTABLE, f"-DLANES={lanes}")))
             patch.setattr("hybrid.decoders.selection.cpu_library", lambda: library)
-        require_plan(family, adapter, stage)
+        require_plan(family, adapter, stage, rollout)
 
 
-def require_plan(family: str, adapter: str, stage: int) -> None:
+def require_plan(family: str, adapter: str, stage: int, rollout: dict) -> None:
     tables = []
     rows, length, new = 3, 40, 20
     ids, mask = prompts(rows, length, padded=False, seed=dist.get_rank())
     for name, block in MODES.items():
         if name == "streaming" and stage < 3:
             continue
-        engine = engine_with(block, family, adapter, stage)
+        engine = engine_with(block, family, adapter, stage, **rollout)
         with CollectiveCount() as collectives:
             plan = engine.memory_plan(rows, length, new)
         assert collectives.count == 0
@@ -79,7 +79,10 @@ def require_plan(family: str, adapter: str, stage: int) -> None:
         tables.append({str(mode): need for mode, need in plan.needs.items()})
         need = tables[-1][name]
         engine.eval()
-        engine.generate(ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new)
+        if "speculation" in rollout:  # not with `min_new_tokens` on CPUs
+            engine.rollout(ids, mask, hybrid.SamplingParams(max_new_tokens=new, stop_token_ids=()))
+        else:
+            engine.generate(ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new)
         stats = engine.stats()
         assert stats["snapshot_bytes"] == need.snapshot if name != "streaming" else need.snapshot == 0
         assert stats["container_bytes"] == need.containers, (name, stats["container_bytes"], need.containers)
@@ -110,6 +113,11 @@ def require_plan(family: str, adapter: str, stage: int) -> None:
 )
 def test_memory_plan_equals_measured_memory(ranks, family, adapter, stage):
     ranks.run(check_plan, family, adapter, stage)
+
+
+@pytest.mark.slow
+def test_memory_plan_counts_copies_of_recurrent_states(ranks):
+    ranks.run(check_plan, "qwen3_5_text", "none", 3, speculation={})
 
 
 @pytest.mark.slow
