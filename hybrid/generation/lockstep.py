@@ -5,6 +5,7 @@ For what must see the whole batch at every step (a processor, criterion or strea
 
 import itertools
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from hybrid.decoders.fused_model import AnyDecoder
 from hybrid.generation.block_pool import BlockPool, blocks_for
 from hybrid.generation.completions import Completions, InvalidLogitsError
 from hybrid.generation.hf_cache import CACHES, KVCache, has_rows, is_empty, is_filled, select_rows
-from hybrid.generation.model_runner import ModelRunner, prefill
+from hybrid.generation.model_runner import ModelRunner, forward_bytes, prefill
 from hybrid.generation.request import SUPPORTED, GenerateInputs, given_names
 from hybrid.generation.sequence import Sequence
 from hybrid.runtime.interrupts import INTERRUPTS
@@ -178,9 +179,11 @@ class FusedForward:
     def __init__(self, decoder: AnyDecoder, block_pool: BlockPool, prompt_lengths: list[int], max_new_tokens: int):
         self.decoder, self.block_pool, self.prompt_lengths = decoder, block_pool, prompt_lengths
         longest = max(prompt_lengths) + max_new_tokens
+        num_blocks = sum(blocks_for(length + max_new_tokens) for length in prompt_lengths)
+        forwards = partial(forward_bytes, decoder, len(prompt_lengths), longest)
         if not block_pool.shares_prefixes:
-            block_pool.reserve_states(len(prompt_lengths))
-        block_pool.reserve_call(sum(blocks_for(length + max_new_tokens) for length in prompt_lengths))
+            block_pool.reserve_states(len(prompt_lengths), num_blocks, forwards)
+        block_pool.reserve_call(num_blocks, forwards)
         self.runner = ModelRunner(decoder, block_pool, longest)
         decoder.reserve(longest)
 

@@ -19,6 +19,7 @@ from transformers import (
 from hybrid.decoders.batch import BLOCK_SIZE, PackedBatch, PagedKV
 from hybrid.generation.block_pool import BlockPool, blocks_for
 from hybrid.generation.completions import Completions
+from hybrid.generation.lockstep import FusedForward
 from hybrid.generation.model_runner import forward_bytes
 from hybrid.generation.request import Request
 from hybrid.generation.scheduler import Scheduler
@@ -333,6 +334,17 @@ def test_rows_wait_where_free_memory_is_short():
     actual, _, block_pool = run_scheduler(request, free_bytes=forwards + 12 * block_bytes)
     require_same(actual, expected(request))
     assert block_pool.max_used <= 9 < most and block_pool.peak_bytes == 10 * block_bytes
+
+
+def test_steps_of_all_rows_leave_memory_for_forward_passes():
+    """What an engine keeps for cached prefixes takes free memory that forward passes do not need."""
+    decoder, block_bytes, lengths = PagedMock(), 2 * BLOCK_SIZE * 8, [40, 7]
+    forwards = forward_bytes(decoder, len(lengths), 40 + 8)
+    free = forwards + 12 * block_bytes
+    pool = BlockPool(BLOCK_SIZE, free_bytes=lambda: free, extra_bytes=100 * block_bytes)
+    pool.begin_call(decoder.kv)
+    FusedForward(decoder, pool, lengths, max_new_tokens=8)
+    assert sum(blocks_for(length + 8) for length in lengths) < pool.capacity <= 12
 
 
 def test_shared_blocks_are_held_until_the_groups_last_row_finishes():
