@@ -1,4 +1,4 @@
-"""Families at the head sizes and counts of a released model, with few layers and a small vocabulary.
+"""Families at the head sizes and counts of a released model, with few layers, and many with its vocabulary too.
 
 Tiny models have four heads of eight elements; kernels divide real ones into other blocks.
 """
@@ -34,6 +34,14 @@ def experts(count: int, per_token: int, **more) -> dict:
 
 NO_GROUPS = {"n_group": 1, "topk_group": 1}
 GROUPS = {"n_group": 8, "topk_group": 3, "topk_method": "group_limited_greedy"}
+NAMED_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 64}
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.015625,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+    "tie_word_embeddings": True,
+}
 ONE_LAYER = {"layer_types": ["sliding_attention"], "sliding_window": 20}
 GEMMA4 = {
     "layer_types": ["sliding_attention", "full_attention"],
@@ -94,6 +102,71 @@ SHAPES = {
     ),
     "Youtu-LLM-2B": ("youtu", latents(16, 512, 128, 64, 128, 1536, hidden_size=2048, initializer_range=0.02)),
     "MiniCPM3-4B": ("minicpm3", latents(40, 256, 64, 32, 64, 768, hidden_size=2560)),
+    # With the vocabulary of the released model.
+    "Llama-3.2-1B": ("llama", heads(32, 8, 64, vocab_size=128256, tie_word_embeddings=True)),
+    "Mistral-7B": ("mistral", heads(32, 8, 128, sliding_window=20, vocab_size=32000)),
+    "Qwen2.5-0.5B": ("qwen2", heads(14, 2, 64, hidden_size=896, vocab_size=151936, tie_word_embeddings=True)),
+    "Qwen3-0.6B": ("qwen3", heads(16, 8, 128, vocab_size=151936, tie_word_embeddings=True)),
+    "Seed-OSS-36B": ("seed_oss", heads(80, 8, 128, vocab_size=155136)),
+    "Gemma-2-2B": ("gemma2", heads(8, 4, 256, vocab_size=256000, **ONE_LAYER)),
+    "Gemma-3-1B": ("gemma3_text", heads(4, 1, 256, vocab_size=262144, **ONE_LAYER)),
+    "Phi-3-mini": ("phi3", heads(32, 32, 96, hidden_size=3072, vocab_size=32064)),
+    "SmolLM3-3B": ("smollm3", heads(16, 4, 128, hidden_size=2048, vocab_size=128256, tie_word_embeddings=True)),
+    "OLMo-2-7B": ("olmo2", heads(32, 32, 128, hidden_size=4096, vocab_size=100352)),
+    "GLM-4-9B-chat": ("glm", heads(32, 2, 128, vocab_size=151552)),
+    "HyperCLOVA-X-SEED-14B": ("hyperclovax", heads(48, 8, 128, hidden_size=768, vocab_size=110592)),
+    "Granite-3.3-2B": ("granite", heads(32, 8, 64, hidden_size=2048, vocab_size=49159, **GRANITE)),
+    "Granite-SWA": ("granite_swa", heads(20, 4, 128, hidden_size=2560, vocab_size=100352, **ONE_LAYER, **GRANITE)),
+    "Granite-3.1-1B-A400M": (
+        "granitemoe",
+        heads(16, 8, 64, hidden_size=1024, vocab_size=49155, num_local_experts=32, num_experts_per_tok=8, **GRANITE),
+    ),
+    "Qwen3-30B-A3B": ("qwen3_moe", heads(32, 4, 128, vocab_size=151936, norm_topk_prob=True, **NAMED_EXPERTS)),
+    "Mixtral-8x7B": ("mixtral", heads(32, 8, 128, vocab_size=32000)),
+    "OLMoE-1B-7B": (
+        "olmoe",
+        heads(16, 16, 128, hidden_size=2048, vocab_size=50304, num_experts=64, num_experts_per_tok=8),
+    ),
+    "Phi-3.5-MoE": (
+        "phimoe",
+        heads(32, 8, 128, hidden_size=4096, vocab_size=32064, num_local_experts=16, num_experts_per_tok=2),
+    ),
+    "K-EXAONE-236B-A23B": (
+        "exaone_moe",
+        heads(64, 8, 128, vocab_size=153600, mlp_layer_types=["sparse"], **ONE_LAYER, **NAMED_EXPERTS),
+    ),
+    "Hunyuan-3": (
+        "hy_v3",
+        heads(64, 8, 128, vocab_size=120832, mlp_layer_types=["sparse"], **{**NAMED_EXPERTS, "num_experts": 192}),
+    ),
+    "Mellum-2": (
+        "mellum",
+        heads(32, 4, 128, vocab_size=98304, mlp_layer_types=["sparse"], **ONE_LAYER, **NAMED_EXPERTS),
+    ),
+    "Solar-Open-100B": ("solar_open", heads(64, 8, 128, vocab_size=196608, **experts(128, 8, **NO_GROUPS))),
+    "A.X-K1": (
+        "axk1",
+        latents(64, 512, 128, 64, 128, 1536, vocab_size=163840, mlp_layer_types=["sparse"], **experts(192, 8)),
+    ),
+    "Mistral-Small-4": (
+        "mistral4",
+        latents(32, 256, 64, 64, 128, 1024, vocab_size=131072, **experts(128, 4, **NO_GROUPS)),
+    ),
+    "GPT-2": ("gpt2", {"n_embd": 768, "n_head": 12, "n_layer": 1, "vocab_size": 50257}),
+    "Pythia-1B": ("gpt_neox", heads(8, 8, 256, hidden_size=2048, vocab_size=50304)),
+    "GPT-J-6B": ("gptj", {"n_embd": 4096, "n_head": 16, "n_layer": 1, "rotary_dim": 64, "vocab_size": 50400}),
+    "OPT-125M": ("opt", heads(12, 12, 64, hidden_size=768, word_embed_proj_dim=768, ffn_dim=768, vocab_size=50272)),
+    "BLOOM-560M": ("bloom", {"hidden_size": 1024, "n_head": 16, "n_layer": 1, "vocab_size": 250880}),
+    "Falcon-7B": (
+        "falcon",
+        {
+            "hidden_size": 4544,
+            "num_attention_heads": 71,
+            "num_hidden_layers": 1,
+            "ffn_hidden_size": 512,
+            "vocab_size": 65024,
+        },
+    ),
 }
 
 
@@ -134,6 +207,15 @@ LFM2_SIZES = heads(
     conv_L_cache=3,
     block_auto_adjust_ff_dim=False,
 )
+DELTA_NETS = {  # with gated attention
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 LAYERS_OF_H = ["linear_attention", "mlp", "full_attention"]
 RECURRENT_SHAPES = {
     "Qwen3.5": (
@@ -153,6 +235,24 @@ RECURRENT_SHAPES = {
             tie_word_embeddings=True,
         ),
     ),
+    "Qwen3.5-35B-A3B": (
+        "qwen3_5_moe_text",
+        heads(
+            16, 2, 256, vocab_size=248320, shared_expert_intermediate_size=64, **{**NAMED_EXPERTS, "num_experts": 256}
+        )
+        | DELTA_NETS,
+    ),
+    "Qwen3-Next-80B-A3B": (
+        "qwen3_next",
+        heads(16, 2, 256, vocab_size=151936, shared_expert_intermediate_size=64, norm_topk_prob=True)
+        | {**NAMED_EXPERTS, "num_experts": 512, "num_experts_per_tok": 10, **DELTA_NETS},
+    ),
+    "Bamba-9B": (
+        "bamba",
+        heads(32, 8, 128, hidden_size=4096, num_hidden_layers=2, vocab_size=128000)
+        | {"intermediate_size": 64, "attn_layer_indices": [1], "mamba_n_heads": 128, "mamba_d_state": 256},
+    ),
+    "Codestral-Mamba-7B": ("mamba2", {"num_hidden_layers": 1, "vocab_size": 32768}),
     "Nemotron-3-Nano-30B-A3B": ("nemotron_h", NEMOTRON_3_NANO),
     "Nemotron-H-8B": (
         "nemotron_h",
