@@ -30,7 +30,7 @@ from tests.host_groups import host_groups, on_every_rank
 from tests.kernels.test_cpu_bfloat16 import BUILDS
 from tests.marks import slow_but
 from tests.sampling_params import params_of
-from tests.tiny_models import VOCABULARY, tiny_model
+from tests.tiny_models import RECURRENT, VOCABULARY, tiny_model
 
 pytestmark = pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler here")
 CPU = torch.device("cpu")
@@ -90,9 +90,13 @@ class Decode:
         for tensor in (*self.kv.keys, *self.kv.values):
             tensor.fill_(torch.nan)
         rows = torch.arange(len(task.prompts))
+        self.slots: list[int] | None = None
+        if decoder.spec.is_recurrent:  # rows' states, then their copies
+            self.slots = rows.tolist()
+            self.kv = replace(self.kv, states=decoder.states(2 * len(rows)))
         self.keys = stream_keys(7, rows, torch.zeros_like(rows)).to(self.device)
         prompts = [ids.to(self.device) for ids in task.prompts]
-        batch = packed(prompts, [0] * len(rows), task.blocks, self.device)
+        batch = packed(prompts, [0] * len(rows), task.blocks, self.device, self.slots)
         logits = decoder.logits(decoder.forward(batch, self.kv)[batch.cu_seqlens[1:].long() - 1])
         self.tokens: list[list[int]] = [[] for _ in rows]
         self.logps: list[list[torch.Tensor]] = [[] for _ in rows]
@@ -117,7 +121,11 @@ class Decode:
         """The latest token of each row."""
         latest = [torch.tensor(self.tokens[row][-1:]) for row in rows]
         at = [len(self.task.prompts[row]) + len(self.tokens[row]) - 1 for row in rows]
-        return packed(latest, at, [self.task.blocks[row] for row in rows], self.device)
+        return packed(latest, at, [self.task.blocks[row] for row in rows], self.device, self.slots and rows)
+
+    def spare(self, rows: list[int]) -> dict[str, torch.Tensor]:
+        """The argument that recurrent states need in addition."""
+        return {} if self.slots is None else {"spare_slots": torch.tensor(rows, dtype=torch.int32) + len(self.slots)}
 
     def draws(self, rows: list[int]) -> SamplingState:
         positions = torch.tensor([len(self.tokens[row]) for row in rows], device=self.device)
@@ -177,7 +185,8 @@ def verified_steps(
     own = [GrowingText.of(torch.tensor(ids.tolist() + tokens), limit) for ids, tokens, limit in pairs]
     while rows := decode.running():
         drafting = drafting_of([own[r] for r in rows], [others[r] for r in rows], [most[r] for r in rows])
-        verified = verify_steps(decoder, decode.batch(rows), decode.kv, decode.draws(rows), drafting, steps)
+        batch, spare = decode.batch(rows), decode.spare(rows)
+        verified = verify_steps(decoder, batch, decode.kv, decode.draws(rows), drafting, steps, **spare)
         counted.add(verified)
         for index, row in enumerate(rows):
             new = verified.sequences == index
@@ -285,6 +294,16 @@ def test_every_family(variant, dtype):
     family, changes = VARIANTS[variant]
     counted = check(decoder_of(tiny_model(family, **changes).to(dtype).eval(), dtype), task_of())
     assert 0 < counted.accepted < counted.drafted
+
+
+@pytest.mark.parametrize("corpora", ["right", "half", "wrong"])
+@pytest.mark.parametrize("family", slow_but(["qwen3_5_text", "falcon_h1"], RECURRENT))
+def test_recurrent_states(family, corpora):
+    """A call ends with the states after its tokens, whether the last draft was accepted or refused."""
+    for steps in (1, 4):
+        counted = check(decoder_of(tiny_model(family).eval()), task_of(), corpora, steps)
+        least, most = {"right": (1, 1), "half": (0.01, 0.99), "wrong": (0, 0.2)}[corpora]
+        assert least <= counted.accepted / counted.drafted <= most, counted
 
 
 def test_rows_end_inside_drafts():
