@@ -13,6 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hybrid
+from hybrid.generation.serving_scheduler import ServingScheduler
 from tests.engines import engine_of, settings
 from tests.rlhf_examples.chat_models import tokenizer_of
 from tests.serving.test_sessions import rows_of
@@ -145,11 +146,22 @@ def test_a_program_that_runs_again_samples_the_same_tokens(server, tokenizer):
     assert len({tuple(completion) for _, completion, _ in batches[0]}) == 3
 
 
-def test_a_client_that_leaves_a_stream_ends_its_request(server, endpoint):
+def test_a_client_that_leaves_a_stream_ends_its_request(server, endpoint, monkeypatch):
+    """Each step takes a while, so that a busy machine's client does not come to an end that is there already."""
+    step = ServingScheduler.step
+
+    def slow_step(self) -> None:
+        time.sleep(0.3)
+        step(self)
+
+    monkeypatch.setattr(ServingScheduler, "step", slow_step)
     body = {"messages": USER, "stream": True, "max_tokens": 900, "logit_bias": {"257": -100, "0": 5}}
     headers = {"Authorization": "Bearer key"}
     with httpx.stream("POST", f"{endpoint.base_url}/chat/completions", json=body, headers=headers) as response:
         next(response.iter_lines())
+        deadline = time.monotonic() + 10
+        while not server.stats().running and time.monotonic() < deadline:
+            time.sleep(0.01)
         assert server.stats().running == 1
     deadline = time.monotonic() + 10
     while server.stats().running and time.monotonic() < deadline:
