@@ -102,7 +102,7 @@ SHAPES = {
     ),
     "Youtu-LLM-2B": ("youtu", latents(16, 512, 128, 64, 128, 1536, hidden_size=2048, initializer_range=0.02)),
     "MiniCPM3-4B": ("minicpm3", latents(40, 256, 64, 32, 64, 768, hidden_size=2560)),
-    # With the vocabulary of the released model.
+    # With the vocabulary of the released model, where weights stay below about 1 GB.
     "Llama-3.2-1B": ("llama", heads(32, 8, 64, vocab_size=128256, tie_word_embeddings=True)),
     "Mistral-7B": ("mistral", heads(32, 8, 128, sliding_window=20, vocab_size=32000)),
     "Qwen2.5-0.5B": ("qwen2", heads(14, 2, 64, hidden_size=896, vocab_size=151936, tie_word_embeddings=True)),
@@ -112,7 +112,7 @@ SHAPES = {
     "Gemma-3-1B": ("gemma3_text", heads(4, 1, 256, vocab_size=262144, **ONE_LAYER)),
     "Phi-3-mini": ("phi3", heads(32, 32, 96, hidden_size=3072, vocab_size=32064)),
     "SmolLM3-3B": ("smollm3", heads(16, 4, 128, hidden_size=2048, vocab_size=128256, tie_word_embeddings=True)),
-    "OLMo-2-7B": ("olmo2", heads(32, 32, 128, hidden_size=4096, vocab_size=100352)),
+    "OLMo-2-7B": ("olmo2", heads(32, 32, 128, hidden_size=4096)),
     "GLM-4-9B-chat": ("glm", heads(32, 2, 128, vocab_size=151552)),
     "HyperCLOVA-X-SEED-14B": ("hyperclovax", heads(48, 8, 128, hidden_size=768, vocab_size=110592)),
     "Granite-3.3-2B": ("granite", heads(32, 8, 64, hidden_size=2048, vocab_size=49159, **GRANITE)),
@@ -125,11 +125,19 @@ SHAPES = {
     "Mixtral-8x7B": ("mixtral", heads(32, 8, 128, vocab_size=32000)),
     "OLMoE-1B-7B": (
         "olmoe",
-        heads(16, 16, 128, hidden_size=2048, vocab_size=50304, num_experts=64, num_experts_per_tok=8),
+        heads(
+            16,
+            16,
+            128,
+            hidden_size=2048,
+            intermediate_size=64,
+            vocab_size=50304,
+            **{**NAMED_EXPERTS, "num_experts": 64},
+        ),
     ),
     "Phi-3.5-MoE": (
         "phimoe",
-        heads(32, 8, 128, hidden_size=4096, vocab_size=32064, num_local_experts=16, num_experts_per_tok=2),
+        heads(32, 8, 128, vocab_size=32064, num_local_experts=16, num_experts_per_tok=2),
     ),
     "K-EXAONE-236B-A23B": (
         "exaone_moe",
@@ -154,7 +162,7 @@ SHAPES = {
     ),
     "GPT-2": ("gpt2", {"n_embd": 768, "n_head": 12, "n_layer": 1, "vocab_size": 50257}),
     "Pythia-1B": ("gpt_neox", heads(8, 8, 256, hidden_size=2048, vocab_size=50304)),
-    "GPT-J-6B": ("gptj", {"n_embd": 4096, "n_head": 16, "n_layer": 1, "rotary_dim": 64, "vocab_size": 50400}),
+    "GPT-J-6B": ("gptj", {"n_embd": 4096, "n_head": 16, "n_layer": 1, "rotary_dim": 64}),
     "OPT-125M": ("opt", heads(12, 12, 64, hidden_size=768, word_embed_proj_dim=768, ffn_dim=768, vocab_size=50272)),
     "BLOOM-560M": ("bloom", {"hidden_size": 1024, "n_head": 16, "n_layer": 1, "vocab_size": 250880}),
     "Falcon-7B": (
@@ -164,7 +172,6 @@ SHAPES = {
             "num_attention_heads": 71,
             "num_hidden_layers": 1,
             "ffn_hidden_size": 512,
-            "vocab_size": 65024,
         },
     ),
 }
@@ -249,10 +256,10 @@ RECURRENT_SHAPES = {
     ),
     "Bamba-9B": (
         "bamba",
-        heads(32, 8, 128, hidden_size=4096, num_hidden_layers=2, vocab_size=128000)
+        heads(32, 8, 128, hidden_size=4096, num_hidden_layers=2)
         | {"intermediate_size": 64, "attn_layer_indices": [1], "mamba_n_heads": 128, "mamba_d_state": 256},
     ),
-    "Codestral-Mamba-7B": ("mamba2", {"num_hidden_layers": 1, "vocab_size": 32768}),
+    "Codestral-Mamba-7B": ("mamba2", {"num_hidden_layers": 1}),
     "Nemotron-3-Nano-30B-A3B": ("nemotron_h", NEMOTRON_3_NANO),
     "Nemotron-H-8B": (
         "nemotron_h",
