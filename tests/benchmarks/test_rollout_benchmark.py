@@ -236,7 +236,7 @@ def test_groups_of_cases_are_named():
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", FAMILIES)
 def test_families_have_a_decoder_or_none(shape):
-    """At the size that is measured, of 11M to 93M parameters."""
+    """At the size that is measured, of 11M to 101M parameters."""
     model = make_model(shape, "f32", "cpu")
-    assert 10e6 < sum(parameter.numel() for parameter in model.parameters()) < 93e6
+    assert 10e6 < sum(parameter.numel() for parameter in model.parameters()) < 102e6
     assert (ModelInfo(model).layout is not None) == (shape in FUSED)
