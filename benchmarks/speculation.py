@@ -87,9 +87,9 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
     again = new_prompts()
     same = again[: rows // 4].repeat_interleave(4, dim=0)[torch.randperm(rows)]
+    prompts = {"again": again, "same": same}
     for seed in range(arguments.warm_up + arguments.repetitions):
-        ids = {"again": again, "same": same}.get(case)
-        ids = new_prompts() if ids is None else ids
+        ids = prompts[case] if case in prompts else new_prompts()
         params = hybrid.SamplingParams(max_new_tokens=longest, seed=seed, **sampling)
         turn = ways if seed % 2 else ways[::-1]
         batches = [way.rollout(ids, params, limits) for way in turn]

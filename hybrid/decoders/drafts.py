@@ -146,18 +146,18 @@ class StateCopies:
     """Copies of recurrent states from before drafts: a state that has read a refused token does not go back by itself.
 
     batch, kv: the sequences, and their states; a model may have none.
-    spare_slots: int32 [sequences], for the copies; None: the model has no recurrent states.
+    spare_slots: of each sequence, the slot for its copy; not read without recurrent states.
 
     unread: of each sequence, accepted tokens that its states have not read. They come first in its next forward.
     """
 
-    def __init__(self, batch: PackedBatch, kv: PagedKV, spare_slots: torch.Tensor | None):
+    def __init__(self, batch: PackedBatch, kv: PagedKV, spare_slots: Sequence[int]):
         self.unread: list[list[int]] = [[] for _ in range(len(batch.ids))]
-        self.states: list[torch.Tensor] = []
-        if spare_slots is not None:
+        self.states = [tensor for tensors in kv.states.values() for tensor in tensors]
+        if self.states:
             assert batch.state_slots is not None, "sequences of a recurrent model have states"
-            self.states = [tensor for tensors in kv.states.values() for tensor in tensors]
-            self.slots, self.spare_slots = batch.state_slots.long(), spare_slots.long()
+            self.slots = batch.state_slots.long()
+            self.spare_slots = torch.tensor(spare_slots, device=self.slots.device)
 
     def save(self, drafts: list[list[int]]) -> None:
         """Copy the states of the sequences that have a draft."""
@@ -186,7 +186,7 @@ def verify_steps(
     sampling: SamplingState,
     drafting: Drafting,
     steps: int,
-    spare_slots: torch.Tensor | None = None,
+    spare_slots: Sequence[int] = (),
 ) -> VerifiedTokens:
     """Decode and sample with up to `steps` forwards over each sequence's latest token and a draft.
 

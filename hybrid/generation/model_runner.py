@@ -303,12 +303,9 @@ class ModelRunner(RunningSequences):
         """Append tokens, int64 [rows], and drafts, keep those that are drawn, and so on, up to `steps` times. Rows get
         different numbers of tokens."""
         self.allocate_slots(steps * (1 + drafting.max_length))
-        spare_slots, pool = None, self.block_pool
-        if not pool.shares_prefixes:
-            spare_slots = torch.tensor(pool.allocate_states(len(self)), dtype=torch.int32, device=self.device)
+        pool, spare_slots = self.block_pool, self.block_pool.allocate_states(len(self))
         verified = verify_steps(self.decoder, self._batch(tokens), pool.kv, sampling, drafting, steps, spare_slots)
-        if spare_slots is not None:
-            pool.free_states(spare_slots.tolist())
+        pool.free_states(spare_slots)
         self.lengths = self.lengths + torch.tensor(verified.counts, dtype=torch.int32, device=self.device)
         self.steps += verified.steps
         pairs = zip(self.offsets, verified.counts, strict=True)

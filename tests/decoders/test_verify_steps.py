@@ -123,9 +123,9 @@ class Decode:
         at = [len(self.task.prompts[row]) + len(self.tokens[row]) - 1 for row in rows]
         return packed(latest, at, [self.task.blocks[row] for row in rows], self.device, self.slots and rows)
 
-    def spare(self, rows: list[int]) -> dict[str, torch.Tensor]:
+    def spare(self, rows: list[int]) -> dict[str, list[int]]:
         """The argument that recurrent states need in addition."""
-        return {} if self.slots is None else {"spare_slots": torch.tensor(rows, dtype=torch.int32) + len(self.slots)}
+        return {} if self.slots is None else {"spare_slots": [row + len(self.slots) for row in rows]}
 
     def draws(self, rows: list[int]) -> SamplingState:
         positions = torch.tensor([len(self.tokens[row]) for row in rows], device=self.device)

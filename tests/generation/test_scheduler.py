@@ -337,7 +337,7 @@ def test_rows_wait_where_free_memory_is_short():
 
 
 def test_steps_of_all_rows_leave_memory_for_forward_passes():
-    """What an engine keeps for cached prefixes takes free memory that forward passes do not need."""
+    """The prefix cache does not take the free memory that forward passes need."""
     decoder, block_bytes, lengths = PagedMock(), 2 * BLOCK_SIZE * 8, [40, 7]
     forwards = forward_bytes(decoder, len(lengths), 40 + 8)
     free = forwards + 12 * block_bytes
